@@ -106,7 +106,6 @@ def recorded(steps: list[dict[str, float]]) -> tuple[AsyncTimes, Lengths]:
         slots=rows,
         train_s=float((step_s - generate_s).mean()) - sync,
         sync_s=sync,
-        source="a run",
     )
     return times, lengths
 

@@ -221,7 +221,7 @@ class WorkerHung(WorkerDied):
 
 
 class ComponentExit(VerlError, RuntimeError):
-    """Code of a component called `sys.exit`, `exit` or `os._exit`, or raised KeyboardInterrupt; names its line."""
+    """Code of a component called `sys.exit` or `exit`; names its line."""
 
 
 class ComponentHung(VerlError, RuntimeError):

@@ -71,6 +71,8 @@ def refused(path: str, config: dict) -> dict:
     actor = HybridActor.from_pretrained(path, hybrid_config=config, dtype="float64", device="cpu")
     ids = torch.full((1, 4), 5 + torch.distributed.get_rank())
     found = {"refused": told(actor, input_ids=ids)}
+    actor.model.register_parameter("added", torch.nn.Parameter(torch.zeros(1)))
+    found["changed"] = told(actor.generate, torch.full((1, 4), 5))
     found["replaced"] = told(setattr, actor, "model", HybridActor.from_pretrained(path, device="cpu").model)
     return found
 

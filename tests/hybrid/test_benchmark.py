@@ -20,10 +20,7 @@ def actor(dir32):
     return HybridActor.from_pretrained(dir32, device="cpu")
 
 
-BY_STATE = {"train": "generate_to_train", "eval": "train_to_generate"}  # that the switch ends in
-
-
-@pytest.mark.parametrize("mode", ["train_to_generate", "generate_to_train", "round_trip", "reload", *BY_STATE])
+@pytest.mark.parametrize("mode", ["eval", "train", "round_trip", "reload"])
 def test_every_way_of_switching_is_timed_and_weighed_and_leaves_the_actor_as_it_was(mode, actor, tokenizer):
     ids = tokenizer(["1+2="], return_tensors="pt")["input_ids"]
     actor.train()(input_ids=ids, labels=ids).loss.backward()
@@ -32,7 +29,7 @@ def test_every_way_of_switching_is_timed_and_weighed_and_leaves_the_actor_as_it_
     found = measure_switch_overhead(actor, mode=mode, repeats=3)
     assert found["latency_ms"] > 0
     assert found["mem_increase_mb"] >= 0
-    assert found["mode"] == BY_STATE.get(mode, mode)
+    assert found["mode"] == mode
     low, high = found["latency_ms_quartiles"]
     assert low <= found["latency_ms"] <= high
     assert all(

@@ -316,7 +316,6 @@ test_what_cannot_be_generated_is_refused_by_name = refused(
     ("max_new_tokens", 64, asked(max_new_tokens=60)),
     ("max_length", -8, asked(max_length=5)),
     ("num_return_sequences", 0, asked(num_return_sequences=0)),
-    ("min_new_tokens", "3", asked(min_new_tokens="3")),
     ("attention_mask", "left", lambda loaded, encoded: loaded.generate(**_with_mask(encoded, lambda x: x.flip(1)))),
     ("attention_mask", "shape", lambda loaded, encoded: loaded.generate(**_with_mask(encoded, lambda x: x[:, 1:]))),
     ("input_ids", "[B P]", asked(input_ids="1+2=", attention_mask=None)),

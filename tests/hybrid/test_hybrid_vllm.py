@@ -59,4 +59,4 @@ def test_it_follows_the_weights_and_a_switch_is_measured(actors, encoded):
     assert actor.training
     assert not torch.equal(first, second)
     assert torch.equal(second, own.generate(**encoded, **asked))
-    assert measure_switch_overhead(actor, "train_to_generate", repeats=2)["latency_ms"] > 0
+    assert measure_switch_overhead(actor, "eval", repeats=2)["latency_ms"] > 0

@@ -15,22 +15,19 @@ from verl.compose.schema import RootName
 from verl.errors import ConfigError, VerlError
 
 OVERRIDES = "Overrides as for `verl ppo`: actor=llama8b sharding=fsdp trainer.n_gpus_per_node=8 ..."
+MEAN = "Average tokens of a response, for the time; those of --async are exponential. Default: all are the longest."
 DEVICES = "a100-40, a100, l4, l40s, rtx4090, h100, h200, b200, mi300x or cpu."
-LENGTHS = "With --async: tokens of responses, equally likely, such as 100,200,900."
 
 
 def plan(
     overrides: Annotated[list[str] | None, typer.Argument(help=OVERRIDES)] = None,
     device: Annotated[str | None, typer.Option(help=DEVICES)] = None,
-    response_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Average tokens of a response, for the time. Default: the longest.")
-    ] = None,
+    response_tokens: Annotated[int | None, typer.Option(min=1, help=MEAN)] = None,
     config_dir: Annotated[Path | None, CONFIG_DIR] = None,
     root: Annotated[RootName, typer.Option(help="Plan a run of this root.")] = "ppo",
     asynchronous: Annotated[
         bool, typer.Option("--async", help="Also simulate trainer.mode=async: speed, idle shares, staleness.")
     ] = False,
-    lengths: Annotated[str | None, typer.Option(help=LENGTHS)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Plan a run: memory by phase, batch sizes, seconds per step, disk. Nothing is loaded, written or started.
@@ -38,8 +35,6 @@ def plan(
     Of models only config.json is read. The exit status is 1 if the run does not fit its devices.
     """
     with faults_reported():
-        if lengths and not asynchronous:
-            raise ConfigError("--lengths: only the simulation reads them. Add --async.")
         run = _validated(root, overrides or [], config_dir)
         from verl.trainer.plan import run_plan, workload
 
@@ -56,7 +51,7 @@ def plan(
                 "lacks entries for layers, heads or widths of a transformer. The run itself may work."
             ) from error
         if asynchronous:
-            found = replace(found, asynchronous=_simulated(run, found, lengths, response_tokens))
+            found = replace(found, asynchronous=_simulated(run, found, response_tokens))
     echo(json.dumps(found.to_json(), indent=2) if as_json else "\n".join(found.lines()))
     if not found.fits:
         raise typer.Exit(FOUND)
@@ -92,14 +87,11 @@ def _rates(run: Any, name: str | None) -> Any:
     return device_named(name or "cpu")
 
 
-def _simulated(run: Any, found: Any, lengths: str | None, mean: int | None) -> Any:
+def _simulated(run: Any, found: Any, mean: int | None) -> Any:
     """`trainer.mode=async`, with the seconds of the plan."""
     from verl.trainer.plan import async_plan
 
     if not hasattr(run.trainer, "staleness") or run.rollout.location == "server":
         raise ConfigError("--async: only runs of verl ppo are simulated, and none whose engine is a server.")
-    numbers = None if lengths is None else [int(x) if x.isdecimal() else 0 for x in lengths.split(",")]
-    if numbers is not None and min(numbers) < 1:
-        raise ConfigError(f"--lengths is {lengths!r}: expected numbers of tokens, such as 100,200,900.")
     times = async_plan.planned_times(run, found.memory, found.stages, found.device)
-    return async_plan.plan_async(run, times, async_plan.length_draws(run, numbers, mean))
+    return async_plan.plan_async(run, times, async_plan.length_draws(run, mean))

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,6 @@ from verl.hybrid.generate_options import (
     read_options,
     sampling_options,
     seed_of_call,
-    warn_unsupported_settings,
 )
 from verl.hybrid.parallel import HybridConfig, HybridParallelism, hybrid_parallelism
 from verl.model_paths.check import forget
@@ -94,6 +93,7 @@ class HybridActor:
         *,
         contiguous: bool = False,
         auto_cache_clear: bool | None = None,
+        _parallelism: HybridParallelism | None = None,  # by which `from_pretrained` has loaded the model
     ):
         config = described(HybridConfig, "hybrid_config", hybrid_config)
         self.contiguous = contiguous or config.contiguous
@@ -101,12 +101,9 @@ class HybridActor:
         self.hybrid_config, self.tokenizer, self.seed, self._lock = config, tokenizer, seed, threading.RLock()
         self._rollout = load_rollout(rollout)
         adapter = None if lora is None else described(LoRA, "lora", lora)
-        if isinstance(model, _Loaded):  # by `from_pretrained`
-            model, parallelism = model
-        else:
+        if (parallelism := _parallelism) is None:
             _refuse_no_actor(model)
-            parallelism = hybrid_parallelism(config, str(model.device))
-            if parallelism is not None:
+            if (parallelism := hybrid_parallelism(config, str(model.device))) is not None:
                 parallelism.broadcast(model.state_dict(keep_vars=True).values())
         self._parallelism = parallelism
         self._model: Any = model if adapter is None else adapter.apply(model, causal_lm=True)
@@ -116,7 +113,6 @@ class HybridActor:
             if adapter is not None:  # drawn in each process
                 parallelism.broadcast(p for p in self.model.parameters() if p.requires_grad)
             parallelism.take(self.model)
-        warn_unsupported_settings(model)
 
     @classmethod
     def from_pretrained(
@@ -152,7 +148,7 @@ class HybridActor:
                 model = load_unsharded(pretrained, "causal_lm", device, parallelism, sliced=lora is None)
             tokenizer = pretrained.load_tokenizer()
         options: dict[str, Any] = {"contiguous": contiguous, "auto_cache_clear": auto_cache_clear}
-        return cls(_Loaded(model, parallelism), tokenizer, config, rollout, lora, seed, **options)
+        return cls(model, tokenizer, config, rollout, lora, seed, **options, _parallelism=parallelism)
 
     # What may be replaced
 
@@ -300,6 +296,7 @@ class HybridActor:
             prompts = prompt_rows(input_ids, attention_mask, config)
             number = seed_of_call(config, seed, generator)
             if self._parallelism is not None:
+                self._parallelism.refuse_changes(self.model)
                 self._parallelism.refuse_other_rows(input_ids)
                 number = from_first(parallel_info_of(self.model), number)
             request = GenerationRequest(number, config.num_return_sequences, not config.do_sample)
@@ -372,8 +369,6 @@ class HybridActor:
         with self._lock:
             if self._engine is None:
                 return SAME_TENSORS
-            if not self._rollout.chosen_for(_unwrapped(self.model)).runs_ahead:  # the engine has no weights of its own
-                return self._engine[1].sync()
             with self.sampling():  # verification compares with the model in evaluation mode
                 return self._engine[1].sync()
 
@@ -391,13 +386,6 @@ class HybridActor:
         engine, self._engine = self._engine, None
         if engine is not None:
             engine[1].close()
-
-
-class _Loaded(NamedTuple):
-    """A model that was loaded as its parallelism wants it."""
-
-    model: Any
-    parallelism: HybridParallelism | None
 
 
 def _refuse_no_actor(model: Any) -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any, Literal, get_args
 
 from verl.component import hint, nearest
@@ -17,21 +16,17 @@ from verl.models.pretrained import Pretrained
 from verl.utils.directories import TemporaryDirectory
 from verl.utils.memory import settle, used_bytes
 
-Mode = Literal["train_to_generate", "generate_to_train", "round_trip", "reload"]
-STATES: dict[str, Mode] = {"eval": "train_to_generate", "train": "generate_to_train"}  # by the state after the switch
+Mode = Literal["eval", "train", "round_trip", "reload"]
 MIB = 2**20
 
 
-def measure_switch_overhead(
-    actor: HybridActor, mode: Mode | Literal["train", "eval"] = "train_to_generate", repeats: int = 20
-) -> dict[str, Any]:
+def measure_switch_overhead(actor: HybridActor, mode: Mode = "eval", repeats: int = 20) -> dict[str, Any]:
     """Measure the time and memory of a switch.
 
     Args:
         actor: the actor.
-        mode: `train_to_generate` (or `eval`): from training, with gradients, until the engine is ready to sample;
-            `generate_to_train` (or `train`): back; `round_trip`: both. `reload`, for comparison: save the weights and
-            load them as a second model.
+        mode: `eval`: from training, with gradients, until the engine is ready to sample; `train`: back; `round_trip`:
+            both. `reload`, for comparison: save the weights and load them as a second model.
         repeats: number of measurements, after one warm-up.
     Returns:
         Medians `latency_ms` and `mem_increase_mb`, with `latency_ms_quartiles`, `mode` and `repeats`. Memory is the
@@ -39,11 +34,10 @@ def measure_switch_overhead(
     Raises:
         ConfigError: there is no such mode.
     """
-    if mode not in (known := (*get_args(Mode), *STATES)):
+    if mode not in (known := get_args(Mode)):
         raise ConfigError(f"mode is {mode!r}: must be one of {', '.join(known)}.{hint(nearest(str(mode), known))}")
     if mode == "reload" and actor.process_group is not None:
         raise ConfigError("mode is 'reload': it loads the model into one process. Use an unsharded actor.")
-    mode = STATES.get(mode, mode)  # type: ignore[assignment]
     was_training = [module for module in actor.model.modules() if module.training]
     try:
         costs = [_reload(actor) if mode == "reload" else _switch(actor, mode) for _ in range(repeats + 1)][1:]
@@ -51,55 +45,50 @@ def measure_switch_overhead(
         actor.eval()
         for module in was_training:
             module.training = True
-    times = [1e3 * cost.seconds for cost in costs]
+    times = [1e3 * seconds for seconds, _ in costs]
     low, _, high = statistics.quantiles(times * 2 if repeats == 1 else times, n=4, method="inclusive")
     return {
         "latency_ms": statistics.median(times),
-        "mem_increase_mb": max(0.0, statistics.median(cost.bytes / MIB for cost in costs)),
+        "mem_increase_mb": max(0.0, statistics.median(added / MIB for _, added in costs)),
         "latency_ms_quartiles": [low, high],
         "mode": mode,
         "repeats": repeats,
     }
 
 
-def _switch(actor: HybridActor, mode: str) -> _Cost:
+def _switch(actor: HybridActor, mode: str) -> tuple[float, int]:
     """A switch in place: mode of the modules, and synchronisation of the engine."""
-    cost, sampling = _Cost(actor.device), ExitStack()
-    actor.train()
-    with nullcontext() if mode == "generate_to_train" else cost.added():
+    sampling = ExitStack()
+
+    def to_generate() -> None:
         sampling.enter_context(actor.sampling())
         actor.sync()
-    with nullcontext() if mode == "train_to_generate" else cost.added():
-        sampling.close()
-    return cost
+
+    actor.train()
+    costs = {"eval": _cost(actor, to_generate), "train": _cost(actor, sampling.close)}
+    seconds, added = zip(*costs.values(), strict=True)
+    return costs.get(mode, (sum(seconds), sum(added)))
 
 
-def _reload(actor: HybridActor) -> _Cost:
+def _reload(actor: HybridActor) -> tuple[float, int]:
     """Saving the weights and loading them as a second model."""
-    cost, dtype = _Cost(actor.device), str(next(actor.parameters()).dtype).removeprefix("torch.")
+    dtype: Any = str(next(actor.parameters()).dtype).removeprefix("torch.")
     with TemporaryDirectory("verl-reload-") as directory:
-        with cost.added():
+
+        def reload() -> Any:
             actor.save_pretrained(directory)
-            second = Pretrained(path=directory, dtype=dtype).load_causal_lm(str(actor.device))  # type: ignore[arg-type]
-        del second
-        gc.collect()
+            return Pretrained(path=directory, dtype=dtype).load_causal_lm(str(actor.device))
+
+        return _cost(actor, reload)
+
+
+def _cost(actor: HybridActor, action: Callable[[], Any]) -> tuple[float, int]:
+    """Seconds of an action, and the bytes that it adds on the device, or in this process."""
+    settle(actor.device)
+    before, began = used_bytes(actor.device), time.perf_counter()
+    result = action()
+    settle(actor.device)
+    cost = time.perf_counter() - began, used_bytes(actor.device) - before
+    del result
+    gc.collect()
     return cost
-
-
-@dataclass
-class _Cost:
-    """Seconds, and additional bytes on a device or in this process."""
-
-    device: Any
-    seconds: float = 0.0
-    bytes: int = 0
-
-    @contextmanager
-    def added(self) -> Iterator[None]:
-        """Add those of a block of code."""
-        settle(self.device)
-        before, began = used_bytes(self.device), time.perf_counter()
-        yield
-        settle(self.device)
-        self.seconds += time.perf_counter() - began
-        self.bytes += used_bytes(self.device) - before

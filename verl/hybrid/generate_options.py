@@ -45,7 +45,6 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "begin_suppress_tokens": (None, []),
     "forced_eos_token_id": (None,),
 }
-LEAST = {"max_new_tokens": 1, "max_length": 1, "num_return_sequences": 1, "min_new_tokens": 0}
 
 
 def read_options(options: Mapping[str, Any], model: Any, tokenizer: Any, prompt_width: int) -> GenerationConfig:
@@ -72,10 +71,8 @@ def read_options(options: Mapping[str, Any], model: Any, tokenizer: Any, prompt_
     if isinstance(config.eos_token_id, int):
         config.eos_token_id = [config.eos_token_id]
     config.eos_token_id = list(config.eos_token_id or ())
-    for name, least in LEAST.items():
-        value = getattr(config, name)
-        if value is not None and (not isinstance(value, int) or value < least):
-            raise ConfigError(f"{name} is {value!r}: must be a whole number, at least {least}.")
+    if config.num_return_sequences < 1:
+        raise ConfigError(f"num_return_sequences is {config.num_return_sequences}: must be at least 1.")
     if any(id_ < 0 for id_ in config.eos_token_id):
         raise ConfigError(f"eos_token_id is {config.eos_token_id}: expected token ids, which are not negative.")
     config.max_new_tokens = _new_tokens(config, model, prompt_width)

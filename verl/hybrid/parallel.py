@@ -140,6 +140,7 @@ class HybridParallelism(ShardedParallelism):
         if self.tensors > 1 and (fault := heads_fault(heads, kv_heads, self.tensors)) is not None:
             raise ConfigError(f"hybrid_config.tp_size {fault}")
         self.shard_model(model)
+        self._names = {name for name, _ in model.named_parameters()}
         if self.tensors > 1:
             self._complete_over_siblings(model)
         for unit in units_of(model):
@@ -167,6 +168,13 @@ class HybridParallelism(ShardedParallelism):
         self.dist.all_reduce(part, group=self.data_group)
         part /= self.groups
         return mean
+
+    def refuse_changes(self, model: Any) -> None:
+        """Raises:
+        ConfigError: the model has other parameters than when it was sharded; new ones differ between processes.
+        """
+        if changed := self._names ^ {name for name, _ in model.named_parameters()}:
+            raise ConfigError(f"model has changed at {min(changed)}, and it is sharded. Make a new HybridActor.")
 
     def refuse_other_rows(self, ids: Any) -> None:
         """Check that tensor-parallel siblings have the same tokens.

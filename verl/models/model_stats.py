@@ -78,6 +78,7 @@ class ModelStats:
         has_head: whether there is an output head over the vocabulary.
         expert_elements: parameters of the routed experts of all layers.
         expert_layers, experts, top_k: layers with experts, experts per layer, and experts per token.
+        are_layers_alike: whether all layers have parameters of the same names and shapes.
         tower: what reads the images; None in a text model.
     """
 
@@ -95,6 +96,7 @@ class ModelStats:
     expert_layers: int = 0
     experts: int = 0
     top_k: int = 0
+    are_layers_alike: bool = False
     tower: TowerStats | None = None
 
     @property
@@ -167,6 +169,9 @@ def _count(config: Any, lora: LoRA | None, kind: str, frozen: Sequence[str] | No
             model = AutoModel.from_config(config)
         mixtures = list(expert_layers(model).values())
         routed = routers(model)
+        stacks = [x for x in model.modules() if isinstance(x, torch.nn.ModuleList)]
+        stack = next((x for x in stacks if len(x) == config.get_text_config().num_hidden_layers), ())
+        shapes = {tuple((name, x.shape) for name, x in layer.named_parameters()) for layer in stack}
         expert_elements = sum(x.numel() for module in mixtures for x in module.parameters())
         freeze(model, frozen, "actor.model")
         tower = TowerStats.of(model)
@@ -190,6 +195,7 @@ def _count(config: Any, lora: LoRA | None, kind: str, frozen: Sequence[str] | No
         expert_layers=len(mixtures),
         experts=mixtures[0].num_experts if mixtures else 0,
         top_k=routed[0].top_k if routed else 0,
+        are_layers_alike=len(shapes) == 1,
         tower=tower,
     )
 

@@ -4,7 +4,6 @@ base          Interface of sandboxes: run a Python program and return its outcom
 jail          Jails on this machine, made by bubblewrap and started in advance: one for each program
 jail_command  The command that makes a jail: its contents, system calls, and whether this machine supports it
 jail_init     The first process of a jail
-limited_run   Runs one program with limits of time, memory and output
 unit_tests    Unit tests of a program that runs in another process than the tests
 unprotected   No sandbox: a process of this user with limits of time and memory
 """

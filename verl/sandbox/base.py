@@ -8,7 +8,7 @@ import re
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt
 
@@ -65,10 +65,10 @@ class Program:
 
     def contents(self) -> dict[str, bytes]:
         """The files as bytes; lone surrogates, which a model can write, give invalid UTF-8."""
-        return {name: _encoded(x) if isinstance(x, str) else x for name, x in self.files.items()}
+        return {name: encoded(x) if isinstance(x, str) else x for name, x in self.files.items()}
 
 
-def _encoded(text: str) -> bytes:
+def encoded(text: str) -> bytes:
     return text.encode("utf-8", "surrogatepass")
 
 
@@ -162,28 +162,6 @@ class CodeRunner:
             min(program.timeout_s or described.timeout_s, described.timeout_s),
             min(program.memory_mib or described.memory_mib, described.memory_mib),
         )
-
-    def limited_arguments(self, program: Program) -> dict[str, Any]:
-        """Arguments of `limited_run.run_limited` for a program."""
-        timeout_s, memory_mib = self.limits(program)
-        return {
-            "files": {MAIN: _encoded(program.code), **program.contents()},
-            "stdin": _encoded(program.stdin),
-            "timeout_s": timeout_s,
-            "memory_mib": memory_mib,
-            "most_bytes": self.described.max_output_kib * 1024,
-        }
-
-    def limited_result(self, status: int | None, stdout: bytes, stderr: bytes, seconds: float) -> ExecutionResult:
-        """The result of `limited_run.run_limited`."""
-        most_bytes = self.described.max_output_kib * 1024
-        out, err = (text[:most_bytes].decode("utf-8", "replace") for text in (stdout, stderr))
-        if status is None:
-            return ExecutionResult("timeout", out, err, seconds=seconds)
-        if max(len(stdout), len(stderr)) > most_bytes:
-            return ExecutionResult("output", out, err, seconds=seconds)
-        code = 128 - status if status < 0 else status
-        return ExecutionResult(outcome_of(code, err), out, err, code, seconds=seconds)
 
 
 def run_linked(

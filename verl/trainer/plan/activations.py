@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from verl.engines.chunked_logprobs import logits_at_a_time, score_in_chunks
 from verl.models.model_stats import model_stats, settings_text
 
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # names of their number in configurations
+DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size")  # by siblings
 CAUSAL = "verl_causal"  # attention without a mask, as packed rows have it
 
 
@@ -120,20 +119,17 @@ def trace_activations(
     siblings: int = 1,
     counted_below: int = 0,
     device_type: str = "cpu",
-    expert_load: float | None = None,
 ) -> Activations:
     """Trace a packed sequence of `tokens` tokens through a model with this Hugging Face configuration, with one and two
     of its layers, or with all if they differ in their parameters.
 
     Args:
         recomputed: with gradient checkpointing.
-        siblings: tensor-parallel processes: each has a share of MLP and attention.
+        siblings: tensor-parallel processes: each has a share of MLP, experts and attention.
         counted_below: bytes: activations that take less by a formula are not traced, which takes seconds.
         device_type: on which it will run: parts of the logits are larger on a GPU.
-        expert_load: with expert parallelism, the tokens of this process's experts over the balanced share; 1 for
-            balanced routing. None if each process has all experts, or there are none.
     """
-    options = tokens, dtype, recomputed, siblings, counted_below, device_type, expert_load
+    options = tokens, dtype, recomputed, siblings, counted_below, device_type
     if (key := (type(config), settings_text(config), *options)) in _known:
         return _known[key]
     stats, logits = model_stats(config), _logits(config, tokens, dtype, siblings, device_type)
@@ -145,9 +141,15 @@ def trace_activations(
         level = log.level
         log.setLevel(logging.CRITICAL)
         try:
-            found = Activations(
-                *_traced_layers(config, tokens, dtype, recomputed, siblings, expert_load), logits=logits
-            )
+            depths = [1, 2] if stats.layers > 2 and stats.are_layers_alike else [stats.layers]
+            traced = []
+            for part in (_part_of(config, depth, siblings) for depth in depths):
+                try:
+                    traced.append(traced_activations(part, tokens, dtype, recomputed, CAUSAL))
+                except Exception:  # noqa: BLE001 - a family that refuses another attention uses its own
+                    traced.append(traced_activations(part, tokens, dtype, recomputed, None))
+            layers = (one + (stats.layers - 1) * (two - one) for one, two in zip(traced[0], traced[-1], strict=True))
+            found = Activations(*layers, logits=logits)
         except Exception as error:  # noqa: BLE001 - a model's own code on tensors without data may fail in any way
             first_line = str(error).strip().partition("\n")[0]
             found = replace(found, why_counted=f"{type(error).__name__}: {first_line}")
@@ -156,68 +158,17 @@ def trace_activations(
     return _known.setdefault(key, found)
 
 
-def _traced_layers(
-    config: Any, tokens: int, dtype: torch.dtype, recomputed: bool, siblings: int, expert_load: float | None
-) -> Iterator[int]:
-    """`Activations` without logits; with divided experts, from traces with one and with two experts for each token."""
-    text = config.get_text_config()
-    layers = text.num_hidden_layers
-    depths = [layers] if layers < 3 or not _are_alike(config) else [1, 2]
-    by_experts = []
-    for chosen in (None,) if expert_load is None else (1, 2):  # experts of a token
-        traced = []
-        for part in (_part_of(config, depth, siblings, chosen) for depth in depths):
-            try:
-                traced.append(traced_activations(part, tokens, dtype, recomputed, CAUSAL))
-            except Exception:  # noqa: BLE001 - a family that refuses another attention uses its own
-                traced.append(traced_activations(part, tokens, dtype, recomputed, None))
-        by_experts.append(_continued(traced, layers))
-    share = 1.0 if expert_load is None else text.num_experts_per_tok * expert_load / siblings  # of experts, here
-    return map(int, _continued(by_experts, share))
-
-
-def _continued(sizes: list[tuple[float, ...]], count: float) -> tuple[float, ...]:
-    """Extrapolate sizes of one and of two layers to `count`; a single entry is returned."""
-    return tuple(one + (count - 1) * (two - one) for one, two in zip(sizes[0], sizes[-1], strict=True))
-
-
-def _are_alike(config: Any) -> bool:
-    """Whether all layers have the same parameters, so that two of them represent the others."""
-    from transformers import AutoModel
-
-    from verl.models.pretrained import quiet_transformers
-
-    with torch.device("meta"), quiet_transformers():
-        model = AutoModel.from_config(config)
-    count = config.get_text_config().num_hidden_layers
-    stacks = [x for x in model.modules() if isinstance(x, nn.ModuleList) and len(x) == count]
-    shapes = [{tuple((n, p.shape) for n, p in layer.named_parameters()) for layer in stack} for stack in stacks]
-    return bool(stacks) and len(shapes[0]) == 1
-
-
-def _part_of(config: Any, layers: int, siblings: int, chosen: int | None) -> Any:
-    """The configuration with `count` layers, reduced to the share of one of `siblings` processes.
-
-    Args:
-        chosen: experts for each token, among those of this process; None for those of the configuration.
-    """
+def _part_of(config: Any, layers: int, siblings: int) -> Any:
+    """The configuration with `layers` layers, reduced to the share of one of `siblings` processes."""
     part = deepcopy(config)
-    text = part.get_text_config()
-    if chosen is not None:
-        for name in EXPERTS:
-            if getattr(text, name, None):
-                setattr(text, name, max(2, getattr(text, name) // siblings))
-        text.num_experts_per_tok = chosen
-        if not hasattr(text, "moe_intermediate_size") and getattr(text, "intermediate_size", None):
-            text.intermediate_size *= siblings  # experts are not split; the widths of dense layers are divided below
-    for config_part in {id(x): x for x in (part, text)}.values():
+    for config_part in {id(x): x for x in (part, part.get_text_config())}.values():
         config_part.num_hidden_layers, config_part.use_cache = layers, False
         if "layer_types" in vars(config_part):
             config_part.layer_types = list(config_part.layer_types)[:layers]
         if siblings > 1:
             heads = config_part.num_attention_heads
             config_part.head_dim = getattr(config_part, "head_dim", None) or config_part.hidden_size // heads
-            for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+            for name in DIVIDED:
                 if getattr(config_part, name, None):
                     setattr(config_part, name, max(1, getattr(config_part, name) // siblings))
     return part

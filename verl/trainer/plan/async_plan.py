@@ -43,7 +43,6 @@ class AsyncTimes:
         devices, per_engine: number in all, and of an engine.
         drains: whether the engine finishes begun batches before it takes new weights.
         sync_waits: whether a sync of the trainer waits for that.
-        source: origin of the seconds, for messages.
     """
 
     token_s: Callable[[float], float]
@@ -56,7 +55,6 @@ class AsyncTimes:
     per_engine: int = 1
     drains: bool = True
     sync_waits: bool = False
-    source: str
 
 
 @dataclass(frozen=True)
@@ -211,7 +209,6 @@ class AsyncPlan:
     """Settings of asynchronous training, and the synchronous one first."""
 
     settings: tuple[AsyncSetting, ...]
-    source: str
 
     @property
     def best(self) -> AsyncSetting:
@@ -221,7 +218,7 @@ class AsyncPlan:
 
     def lines(self) -> Iterator[str]:
         """A table in plain text."""
-        yield f"asynchronous training, simulated with seconds from {self.source}"
+        yield "asynchronous training, simulated with the seconds of the plan"
         yield "max_staleness   generate+train  samples/s  idle: trainer  engine    lag"
         for s in self.settings:
             name = "mode=sync" if s.max_staleness is None else str(s.max_staleness)
@@ -232,7 +229,7 @@ class AsyncPlan:
         yield "* the best; lag: mean age of a token in weight syncs"
 
     def to_json(self) -> dict[str, Any]:
-        return {"source": self.source, "settings": [asdict(s) for s in self.settings], "best": asdict(self.best)}
+        return {"settings": [asdict(s) for s in self.settings], "best": asdict(self.best)}
 
 
 def plan_async(run: Any, times: AsyncTimes, lengths: Lengths) -> AsyncPlan:
@@ -249,14 +246,14 @@ def plan_async(run: Any, times: AsyncTimes, lengths: Lengths) -> AsyncPlan:
     settings = [AsyncSetting(None, count, count), *(replace(best, max_staleness=bound) for bound in bounds)]
     own = AsyncSetting(staleness, run.devices_apart, count - run.devices_apart)
     settings += [own] if own.generate and own.generate != best.generate else []
-    return AsyncPlan(tuple(simulate(setting, times, lengths) for setting in settings), times.source)
+    return AsyncPlan(tuple(simulate(setting, times, lengths) for setting in settings))
 
 
-def length_draws(run: Any, lengths: Sequence[int] | None, mean: int | None) -> Lengths:
-    """Batches of responses: with these lengths, of exponential lengths with this mean, or of maximum length."""
+def length_draws(run: Any, mean: int | None) -> Lengths:
+    """Batches of responses, of exponential lengths with this mean, or of maximum length."""
     rows, most = workload(run).rows, run.response_tokens
-    if lengths is not None or mean is None:
-        return lambda chance: chance.choices(lengths or [most], k=rows)
+    if mean is None:
+        return lambda chance: [most] * rows
     return lambda chance: [min(most, 1 + round(chance.expovariate(1 / mean))) for _ in range(rows)]
 
 
@@ -274,5 +271,4 @@ def planned_times(run: Any, memory: MemoryPlan, stages: Sequence[StageTime], dev
         load_s=sync_s,
         devices=devices,
         per_engine=max(1, training // engine.engines),
-        source=f"the plan for {device.name}",
     )

@@ -51,7 +51,7 @@ class RoleMemory(ShardingCost):
         group: roles with the same number share their processes.
         saved: bytes of the whole role in a checkpoint.
         tokens: maximum of a micro-batch; an update has `micro_batches`.
-        activations: of a micro-batch; with expert parallelism, for the share of tokens of a process.
+        activations: of a micro-batch, with experts chosen equally often.
         pixels: bytes of the images of a micro-batch.
     """
 
@@ -229,14 +229,12 @@ def _traced(run: Any, memory: RoleMemory, step: Workload, device: DeviceRates, c
     active = sharding.activation_share(micro_batches)
     recomputed = bool(getattr(role, "gradient_checkpointing", False))
     more = min(role.micro_batch_tokens, _tokens_of_step(run, memory, step, scores=True)) / tokens
-    experts = memory.sizes.experts if layout.expert_ways > 1 else 0
     traced = trace_activations(
         memory.config,
         tokens,
         memory.dtype,
         recomputed=recomputed,
         siblings=layout.siblings,
-        expert_load=1.0 if experts and not experts % layout.expert_ways else None,
         counted_below=counted_below,
         device_type="cuda" if device.is_gpu else "cpu",
     )

@@ -33,7 +33,7 @@ class RoleLayout:
         shares, token_shares: divisions of the rows of a step, and of its tokens (by rows and within rows).
         generation_shares: divisions of the generated rows, where processes that share tokens or stages have full
             weights.
-        siblings, expert_ways: divisions of each layer, and of the experts of a layer.
+        siblings: divisions of each layer.
     """
 
     sharding: Sharding
@@ -42,14 +42,12 @@ class RoleLayout:
     token_shares: int
     generation_shares: int
     siblings: int
-    expert_ways: int
 
     @classmethod
     def of(cls, sharding: Sharding, processes: int) -> RoleLayout:
         degrees, rows = sharding.degrees(processes), sharding.row_shares(processes)
-        tokens, siblings = sharding.token_shares(processes), sharding.mesh_sizes(processes)[2]
-        generated, experts = rows * degrees.pp * degrees.cp, max(siblings, degrees.ep)
-        return cls(sharding, processes, rows, tokens, generated, siblings, experts)
+        tokens, generated = sharding.token_shares(processes), rows * degrees.pp * degrees.cp
+        return cls(sharding, processes, rows, tokens, generated, sharding.mesh_sizes(processes)[2])
 
 
 def process_groups(run: Any) -> list[tuple[tuple[str, ...], int]]:
