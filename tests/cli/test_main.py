@@ -97,17 +97,9 @@ def test_the_commands_that_train_take_hydras_words_and_end_with_its_status(monke
     assert "verl dpo --help" in refused.stderr
 
 
-@pytest.mark.parametrize(
-    ("script", "count", "words"),
-    [
-        ("main_ppo.py", 1, ["python", "main_ppo.py"]),
-        ("main_ppo.py", 2, ["torchrun", "--nproc_per_node=2", "main_ppo.py"]),
-        ("verl ppo", 1, ["verl", "ppo"]),
-        ("verl sft", 2, ["torchrun", "--nproc_per_node=2", "-m", "verl.cli", "sft"]),
-    ],
-)
-def test_the_command_that_a_run_proposes_is_the_one_that_started_it(script, count, words):
-    assert start_message(script, count) == words
+def test_the_command_that_a_run_proposes_is_the_one_that_started_it():
+    assert start_message("main_ppo.py") == ["python", "main_ppo.py"]
+    assert start_message("verl ppo") == ["verl", "ppo"]
 
 
 @pytest.fixture

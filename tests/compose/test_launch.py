@@ -78,7 +78,7 @@ def test_a_reader_that_leaves_is_no_error_of_what_is_only_shown(flags, tmp_path)
 
 
 LONG = "x" * 300
-REFUSED = [  # script, words, a sentence that is told once, and torchrun's number of processes
+REFUSED = [  # script, words, and a sentence that is told once
     ("ppo", "actor=lama8b trainer.lr=1 trainer.backend=dp3 trainer.seed=-1", "4 faults in the configuration:"),
     ("sft", "trainer.experiment_name=${nowhere}", "nowhere"),
     ("sft", "trainer.project_name=../x", "trainer.project_name is"),
@@ -88,16 +88,13 @@ REFUSED = [  # script, words, a sentence that is told once, and torchrun's numbe
     ("ppo", "hydra.run.dir=. trainer.seed=no", "trainer.seed is"),
     ("ppo", "hydra.run.dir=a//b/../c trainer.seed=no", "trainer.seed is"),
     ("ppo", "-m algorithm=grpo,gropo trainer.seed=1,2", "algorithm=gropo: no such option"),
-    ("ppo", "sharding=fsdp trainer.n_gpus_per_node=4", "trainer.n_gpus_per_node is 4: torchrun has started 2", 2),
 ]
 
 
-@pytest.mark.parametrize(("name", "words", "said", "started"), [(*row, 0)[:4] for row in REFUSED])
+@pytest.mark.parametrize(("name", "words", "said"), REFUSED)
 def test_a_refusal_is_printed_once_without_traceback_with_status_2_and_leaves_no_directory(
-    name, words, said, started, tmp_path, run_script, monkeypatch
+    name, words, said, tmp_path, run_script
 ):
-    if started:
-        started_by_torchrun(monkeypatch, rank=0, of_all=started, here=started, machines=1)
     done = run_script(ROOT / f"main_{name}.py", *words.split())
     assert done.returncode == 2, done.stderr
     assert said in done.stderr
@@ -236,52 +233,12 @@ def test_an_interrupted_or_failed_run_ends_with_its_status_and_tells_no_secret(r
     assert "abcdefgh12345" not in done.stderr
 
 
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-
-
-@pytest.mark.slow
-def test_under_torchrun_one_process_drives_as_many_workers_as_it_has_started(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import os\n"
-        "from verl.compose.launch import entry_point\n"
-        "@entry_point('ppo')\n"
-        "def main(job):\n"
-        "    print('JOB', job.config.trainer.n_gpus_per_node, os.environ.get('RANK'), os.environ.get('WORLD_SIZE'))\n"
-        "main()\n"
-    )
-    done = run(tmp_path, *TORCHRUN, str(script), "sharding=fsdp")
-    assert done.returncode == 0, done.stderr
-    assert [line for line in done.stdout.splitlines() if "JOB" in line] == ["JOB 2 None None"]
-    assert done.stderr.count("torchrun has started 2 processes: trainer.n_gpus_per_node=2") == 1
-
-
-def started_by_torchrun(monkeypatch, rank: int, of_all: int, here: int, machines: int) -> None:
-    places = {"RANK": rank, "WORLD_SIZE": of_all, "LOCAL_WORLD_SIZE": here, "GROUP_WORLD_SIZE": machines}
-    places |= {"TORCHELASTIC_RUN_ID": 1, "LOCAL_RANK": rank % here, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
-    for name, value in places.items():
+def test_several_processes_of_torchrun_are_refused_with_what_to_do(tmp_path, run_script, monkeypatch):
+    for name, value in {"TORCHELASTIC_RUN_ID": 1, "RANK": 1, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 2}.items():
         monkeypatch.setenv(name, str(value))
-
-
-@pytest.mark.parametrize(
-    ("rank", "of_all", "here", "machines", "script", "option"),
-    [
-        (0, 4, 2, 2, "main_ppo.py", "trainer=ray"),
-        (3, 4, 2, 2, "main_sft.py", "trainer=sft_ray"),
-        (2, 3, 1, 2, "main_ppo.py", "trainer=ray"),
-        (0, 3, 3, 3, "main_sft.py", "trainer=sft_ray"),
-    ],
-)
-def test_every_process_of_torchrun_on_several_machines_is_refused_with_the_command_of_ray(
-    rank, of_all, here, machines, script, option, tmp_path, run_script, monkeypatch
-):
-    started_by_torchrun(monkeypatch, rank, of_all, here, machines)
-    done = run_script(str(ROOT / script), "sharding=fsdp", "trainer.no_such_key=1", "trainer=local")
-    assert done.returncode == 2, done.stderr
-    said = f"torchrun has started processes on {machines} machines: it can start a run on one machine only"
-    assert done.stderr.startswith(said), done.stderr
-    assert f"{option} trainer.placement.address=auto trainer.nnodes={machines}" in done.stderr
-    assert done.stdout == ""
+    done = run_script(str(ROOT / "main_ppo.py"), "sharding=fsdp", "trainer.no_such_key=1")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "trainer.n_gpus_per_node=2" in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 

@@ -5,7 +5,7 @@ compose        Composes a root configuration without `hydra.main`, and applies v
 defaults       Defaults of components, for the fields that no file of options names
 explain        The whole configuration with a sentence for each field
 from_yaml      Composes a run from a short YAML file over the default; single options of groups, and mappings of keys
-launch         Entry point of `verl ppo` and `verl sft`: command line, torchrun, run directory, logging
+launch         Entry point of `verl ppo` and `verl sft`: command line, run directory, logging
 load_policy    Finds a trained policy, in a checkpoint or as plain weights
 overrides      Overrides of a command line, a script or a short file, as options and values by path; aliases of keys
 run_start      RunStart: checks of the machine, run directory, printed differences, log, before a run is built

@@ -1,11 +1,6 @@
-"""Entry point of the commands that train: command line, torchrun, run directory, logging, and the clean end of a run.
+"""Entry point of the commands that train: command line, run directory, logging, and the clean end of a run.
 
 arguments -> aliases and checks of the command line -> Hydra -> RunStart -> main(run)
-
-    torchrun --nproc_per_node=2 -m verl.cli ppo sharding=fsdp   is   verl ppo sharding=fsdp trainer.n_gpus_per_node=2
-
-The driver starts its workers itself: under torchrun the first process is the driver, and the others exit. Every process
-refuses `torchrun --nnodes=2`: Ray is the engine for several machines.
 
 `--help` prints usage, examples, and the options of every group.
 """
@@ -37,17 +32,17 @@ from yaml import YAMLError
 
 from verl.compose import schema
 from verl.compose.compose import compose_root
-from verl.compose.overrides import Overrides, command_line, composition_fault, flags_of, swept_overrides
+from verl.compose.overrides import command_line, composition_fault, flags_of, swept_overrides
 from verl.compose.run_start import RunStart
 from verl.compose.schema import ROOTS, conf_dir, group_options, own_conf_dirs, root_keys
 from verl.errors import CheckpointError, ConfigError, VerlError, WorkerError, error_text, root_cause
 from verl.tracking.console import reader_may_leave, set_command, shown_path
 from verl.tracking.logging_setup import IN_RUN_LOG
-from verl.utils import torchrun
 from verl.utils.directories import set_kernel_cache
 from verl.utils.progress import report_to_starter
 from verl.utils.redact import redact, redact_output
 from verl.utils.signals import Terminated, component_exits, ignore_interrupts, orderly_termination
+from verl.utils.torchrun import refuse_copies
 
 _GROUPS = {
     "actor": "The model that is trained, with its optimizer and LoRA.",
@@ -70,7 +65,6 @@ _GROUPS = {
     "tracker": "Where metrics, samples and tables go.",
     "trainer": "Length of the run, batch sizes, evaluation, devices.",
 }
-COUNT = "trainer.n_gpus_per_node"
 EXPLAIN = "--explain"
 
 
@@ -100,42 +94,6 @@ def help_text(root: str) -> str:
 """
 
 
-def refuse_several_machines(root: str) -> None:
-    """Refuse a run of which torchrun has started processes on several machines.
-
-    Args:
-        root: a name of `ROOTS`.
-    Raises:
-        ConfigError: it has.
-    """
-    if (machines := torchrun.num_machines()) > 1:
-        ray = f"{ROOTS[root].ray} trainer.placement.address=auto trainer.nnodes={machines}"
-        raise ConfigError(
-            f"torchrun has started processes on {machines} machines: it can start a run on one machine only, and Ray "
-            "joins several. Run `ray start --head` on one machine and `ray start --address=HEAD:6379` on the others, "
-            f"and then the command on the first one, once and without torchrun, with {ray} (docs/scaling.md)."
-        )
-
-
-def take_over(arguments: list[str], assigned: Overrides) -> None:
-    """Use the number of processes that torchrun has started, and remove its environment variables.
-
-    Args:
-        arguments: for Hydra; the number of processes is appended.
-        assigned: overrides of the command line.
-    """
-    count, _ = torchrun.counts()
-    torchrun.forget()
-    if count == 1:
-        return
-    counts = [str(value) for name, value in assigned.values if name == COUNT]
-    if not counts:
-        assigned.notes.append(f"torchrun has started {count} processes: {COUNT}={count}")
-        arguments.append(f"++{COUNT}={count}")
-    elif counts[-1] != str(count):
-        assigned.faults.append(f"{COUNT} is {counts[-1]}: torchrun has started {count} processes. Leave it out.")
-
-
 INTERRUPTED, HUNG_UP, TERMINATED = 130, 129, 143  # 128 + number of the signal, as in shells
 THREADS_TIMEOUT_S = 10.0  # wait for threads at the end of the run
 
@@ -151,21 +109,17 @@ def entry_point(root: str) -> Callable[[Callable[[RunStart], Any]], Callable[[],
     def decorate(main: Callable[[RunStart], Any]) -> Callable[[], None]:
         @functools.wraps(main)
         def command() -> None:
-            with _clean_end():
-                refuse_several_machines(root)
-            if torchrun.number() > 0:  # the first process is the driver
-                return
             report_to_starter()
             redact_output()
             with _without_threads(), _clean_end(), orderly_termination():
+                refuse_copies()
                 set_kernel_cache()
                 schema.register()
                 sys.path.append(str(Path.cwd()))  # user modules are in the working directory
-                script, words, count = sys.argv[0], sys.argv[1:], torchrun.counts()[0]
+                words = sys.argv[1:]
                 explains = EXPLAIN in words
                 arguments, assigned = command_line(root, [word for word in words if word != EXPLAIN])
-                set_command([*start_message(script, count), *words])
-                take_over(arguments, assigned)
+                set_command([*start_message(sys.argv[0]), *words])
                 for note in assigned.notes:
                     _tell(note)
                 flags, _ = flags_of(arguments)
@@ -265,18 +219,9 @@ def _of_run_directory(error: OSError) -> str:
     )
 
 
-def start_message(script: str, count: int = 1) -> list[str]:
-    """The command without its arguments, as words.
-
-    Args:
-        script: path of a script, or words such as `verl ppo`.
-        count: number of processes that torchrun has started.
-    """
-    starter = ["torchrun", f"--nproc_per_node={count}"] if count > 1 else ["python"]
-    if not script.startswith("verl "):
-        return [*starter, script]
-    words = script.split()
-    return words if count == 1 else [*starter, "-m", "verl.cli", *words[1:]]
+def start_message(script: str) -> list[str]:
+    """The command without its arguments, of the path of a script, or of words such as `verl ppo`."""
+    return script.split() if script.startswith("verl ") else ["python", script]
 
 
 @contextmanager

@@ -32,10 +32,10 @@ from verl.trainer.state.checkpointing import CheckpointSaver, new_run_id
 from verl.trainer.state.save_directory import SaveDirectoryChoice, job_name
 from verl.trainer.state.train_state import RankWriters
 from verl.trainer.state.training_identity import difference_messages, identity_of, paths_of_texts
-from verl.utils import torchrun
 from verl.utils.redact import redact_tree
 from verl.utils.seeding import derive_seed, seed_everything
 from verl.utils.threads import choose_threads
+from verl.utils.torchrun import refuse_copies
 from verl.workers.base import TrainedRole
 from verl.workers.load_state import RestoreSource
 
@@ -84,11 +84,7 @@ def prepare_context(context: BuildContext, settings: LoopSettings) -> BuildConte
     Raises:
         ConfigError: the device does not exist, or torchrun has started several drivers.
     """
-    if (copies := torchrun.counts()[0]) > 1:
-        raise ConfigError(
-            f"torchrun has started this script {copies} times, and each would train the whole run. Start it once, with "
-            f"python and trainer.n_gpus_per_node={copies}: the trainer starts the processes of a sharding itself."
-        )
+    refuse_copies()
     device = settings.device
     with faults_below("trainer"):
         if faults := list(settings.machine_faults()):

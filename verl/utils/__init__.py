@@ -11,5 +11,5 @@ redact               Redacts secrets from output, logs and files
 seeding              Seeds: all random numbers derive from one integer and the name of their use
 signals              Signals, the first of which finishes and saves the step; `exit()` in component code
 threads              The number of threads of a run on a CPU, measured
-torchrun             The environment variables that torchrun sets for each of its processes
+torchrun             Runs that torchrun has started, which are refused
 """
