@@ -69,7 +69,7 @@ def test_an_engine_that_never_rests_is_in_every_phase(choices):
 @pytest.mark.parametrize(("gib", "sleeps"), [(40, False), (3.3, True)])
 def test_by_default_it_sleeps_only_where_it_does_not_fit_beside_the_trainer(gib, sleeps, monkeypatch, tmp_path):
     monkeypatch.setattr(run_plan, "free_memory", lambda device, processes: int(gib * 2**30))
-    monkeypatch.setattr(run_plan, "gpu_here", lambda: device_named("h100"))
+    monkeypatch.setattr(run_plan, "device_here", lambda device: device_named("h100"))
     run = run_of()
     plan = log_plan(run, BuildContext(device="cuda:0", run_dir=tmp_path), tmp_path)
     assert plan.memory.stays_awake is not sleeps
@@ -111,7 +111,7 @@ def test_a_process_whose_engine_stays_awake_keeps_what_torch_has_allocated(is_ke
 )
 def test_it_is_refused_before_anything_loads_where_it_does_not_fit(choices, path, monkeypatch, tmp_path):
     monkeypatch.setattr(run_plan, "free_memory", lambda device, processes: 2 << 30)
-    monkeypatch.setattr(run_plan, "gpu_here", lambda: device_named("h100"))
+    monkeypatch.setattr(run_plan, "device_here", lambda device: device_named("h100"))
     context = BuildContext(device="cuda:0", run_dir=tmp_path)
     with refusal(path):
         log_plan(run_of(*choices), context, tmp_path)

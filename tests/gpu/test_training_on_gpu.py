@@ -15,7 +15,7 @@ from verl.models.tiny import TinyModel
 from verl.rollout.base import GenerationRequest
 from verl.rollout.hf import HFRollout
 from verl.rollout.weight_sync.stream import reads_peers
-from verl.trainer.plan.workload import gpu_here
+from verl.trainer.plan.workload import device_here
 from verl.utils.memory import computes_bfloat16
 from verl.utils.seeding import seed_everything
 
@@ -130,7 +130,7 @@ def test_moments_of_an_offloaded_model_of_two_processes_go_on_in_main_memory(tmp
 
 def test_groups_and_devices_say_what_the_settings_say():
     assert computes_bfloat16("cuda:0") is torch.cuda.is_bf16_supported(including_emulation=False)
-    here, name = gpu_here(), torch.cuda.get_device_name(0)
+    here, name = device_here("cuda"), torch.cuda.get_device_name(0)
     assert here.name.startswith(name)
     assert here.memory >= torch.cuda.get_device_properties(0).total_memory
     assert reads_peers(torch.device("cuda:0")) in (True, False)

@@ -12,13 +12,7 @@ from typer.testing import CliRunner
 from verl.cli.main import app
 from verl.compose.compose import compose_root
 from verl.compose.validate import validate
-from verl.trainer.plan.async_plan import (
-    AsyncSetting,
-    AsyncTimes,
-    _Simulation,
-    plan_async,
-    simulate,
-)
+from verl.trainer.plan.async_plan import AsyncSetting, AsyncTimes, plan_async, simulate, simulated_steps
 
 GRPO = ["algorithm=grpo", "critic=none", "algorithm.proximal=behaviour"]
 ASYNC_2 = ["trainer.mode=async", "trainer.max_staleness=2"]
@@ -34,6 +28,10 @@ def run_of(*overrides):
 
 def lengths(*tokens):
     return lambda chance: tokens
+
+
+def drawn_lengths(chance):
+    return [chance.randint(1, 60) for _ in range(4)]
 
 
 @pytest.mark.parametrize(
@@ -68,10 +66,9 @@ def test_updates_in_flight_keep_the_bound_and_make_tokens_younger():
             sync_s=chance.uniform(0, 2),
             drains=drains,
         )
-        simulation = _Simulation(AsyncSetting(bound, 1, 1), times, lambda drawn: [drawn.randint(1, 60) for _ in "1234"])
-        simulation.run()
-        assert 0 <= min(simulation.lags) <= max(simulation.lags) <= bound
-        assert not drains or set(simulation.lags) == {bound}
+        lags = simulated_steps(AsyncSetting(bound, 1, 1), times, drawn_lengths)[2]
+        assert 0 <= min(lags) <= max(lags) <= bound
+        assert not drains or set(lags) == {bound}
     drained, in_flight = (
         simulate(AsyncSetting(2, 1, 1), replace(TIMES, drains=drains), lengths(1, 2, 3, 90)) for drains in (True, False)
     )

@@ -265,7 +265,7 @@ def test_fine_tuning_is_planned_on_every_device(llama_8b, device, fits):
 
 def test_fine_tuning_that_starts_on_a_gpu_has_a_plan_and_no_warning(monkeypatch, tmp_path, caplog):
     monkeypatch.setattr(run_plan, "free_memory", lambda device, processes: 70 * GIB)
-    monkeypatch.setattr(run_plan, "gpu_here", lambda: device_named("h100"))
+    monkeypatch.setattr(run_plan, "device_here", lambda device: device_named("h100"))
     run = validate(compose_root("sft", ["checkpoint=off"]))
     plan = run_plan.log_plan(run, BuildContext(device="cuda:0", run_dir=tmp_path), tmp_path)
     assert plan is not None

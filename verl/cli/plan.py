@@ -12,7 +12,7 @@ import typer
 
 from verl.cli.console import CONFIG_DIR, FOUND, echo, faults_reported
 from verl.compose.schema import RootName
-from verl.errors import ConfigError, VerlError
+from verl.errors import ConfigError
 
 OVERRIDES = "Overrides as for `verl ppo`: actor=llama8b sharding=fsdp trainer.n_gpus_per_node=8 ..."
 MEAN = "Average tokens of a response, for the time; those of --async are exponential. Default: all are the longest."
@@ -40,16 +40,8 @@ def plan(
 
         directory = Path((run.checkpoint and run.checkpoint.save_dir) or ".").expanduser()
         free = None if "://" in str(directory) else workload.free_disk(directory.absolute())
-        rates = _rates(run, device)
-        try:
-            found = run_plan.plan_run(run, rates, response=response_tokens, free_disk=free)
-        except (VerlError, OSError):
-            raise
-        except Exception as error:  # some families lack the configuration entries that are counted
-            raise ConfigError(
-                f"actor.model.path: this model cannot be planned ({type(error).__name__}: {error}): its configuration "
-                "lacks entries for layers, heads or widths of a transformer. The run itself may work."
-            ) from error
+        rates = workload.device_here(run.trainer.device) if device is None else workload.device_named(device)
+        found = run_plan.plan_run(run, rates, response=response_tokens, free_disk=free)
         if asynchronous:
             found = replace(found, asynchronous=_simulated(run, found, response_tokens))
     echo(json.dumps(found.to_json(), indent=2) if as_json else "\n".join(found.lines()))
@@ -75,16 +67,6 @@ def _validated(root: str, arguments: list[str], config_dir: Path | None) -> Any:
     except Exception as error:
         raise ConfigError([*assigned.faults, composition_fault(root, error)]) from error
     return with_architectures(validate(config, assigned.faults))
-
-
-def _rates(run: Any, name: str | None) -> Any:
-    import torch
-
-    from verl.trainer.plan.workload import device_named, gpu_here
-
-    if name is None and torch.cuda.is_available() and run.trainer.device != "cpu":
-        return gpu_here()
-    return device_named(name or "cpu")
 
 
 def _simulated(run: Any, found: Any, mean: int | None) -> Any:

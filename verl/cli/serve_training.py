@@ -72,19 +72,16 @@ def serve_training(
 
 def _plan_lines(run: Any) -> Iterator[str]:
     """Memory with one adapter in training, a full micro-batch and the samples of a batch, and of further adapters."""
-    import torch
-
     from verl.compose.warm_start import with_architectures
     from verl.models.lora import LoRA
     from verl.service.jobs import MAX_SAMPLES
     from verl.trainer.plan.memory import memory_plan
-    from verl.trainer.plan.workload import GIB, device_named, gpu_here
+    from verl.trainer.plan.workload import GIB, device_here
 
     rows = dataclasses.replace(run.trainer, prompts_per_step=MAX_SAMPLES // 2, group_size=2)
     actor = dataclasses.replace(run.actor, lora=LoRA(rank=PLANNED_RANK, alpha=float(PLANNED_RANK)))
     planned = with_architectures(dataclasses.replace(run, trainer=rows, actor=actor))
-    is_on_gpu = torch.cuda.is_available() and run.trainer.device != "cpu"
-    memory = memory_plan(planned, gpu_here() if is_on_gpu else device_named("cpu"))
+    memory = memory_plan(planned, device_here(run.trainer.device))
     (role,) = memory.roles
     yield from memory.lines()
     yield "it fits" if memory.fits else f"it does not fit: {memory.peak.name}"

@@ -1,4 +1,4 @@
-"""Asynchronous training, simulated by a heap of events: responses per second, idle shares, staleness.
+"""Asynchronous training, simulated from event to event: responses per second, idle shares, staleness.
 
 trainer   batch t is complete ── admits batch t+S ── train_s ── sync_s ── waits for batch t+1
 engine    each open row gets a token in token_s(rows) seconds ──> a row ends
@@ -11,21 +11,18 @@ Devices are divided between the two sides in proportion: rows over engines, and 
 from __future__ import annotations
 
 import heapq
-import itertools
 import random
-from bisect import bisect_right
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
-
-import numpy as np
 
 from verl.trainer.plan.memory import MemoryPlan
 from verl.trainer.plan.step_time import StageTime, engine_of
 from verl.trainer.plan.workload import DeviceRates, role_processes, workload
 
 STEPS = 40  # that are measured
+NEVER = float("inf")
 STALENESS = (0, 1, 2, 4)
 MOST_STALENESS = 64  # largest simulated; more makes responses older and nothing faster
 Lengths = Callable[[random.Random], Sequence[float]]  # tokens of each response of a batch
@@ -77,131 +74,80 @@ class AsyncSetting:
     staleness: float = 0.0
 
 
-@dataclass
-class _Row:
-    batch: int
-    tokens: float  # until its end
-    start: float = 0.0
-
-
-class _Simulation:
-    """One run of a setting.
-
-    Attributes:
-        tokens: length of a row that was open from the beginning.
-        changes: `tokens` at each weight update.
-        sampled: tokens by batch and version of the weights.
-        marks: time and busy seconds of trainer and engine at the beginning of the training of each batch.
-    """
-
-    def __init__(self, setting: AsyncSetting, times: AsyncTimes, lengths: Lengths):
-        self.times, self.lengths, self.chance = times, lengths, random.Random(0)
-        self.ahead, self.engines = setting.max_staleness or 0, setting.generate / times.per_engine
-        self.train_s = times.train_s * times.devices / setting.train
-        self.prompts_s = times.prompts_s * times.devices / setting.generate
-        self.now = self.tokens = self.trainer_s = self.engine_s = 0.0
-        self.events: list[tuple[float, int, Callable[[], None]]] = []
-        self.order = itertools.count()
-        self.jobs: deque[int | None] = deque()  # queue of batches to begin; None is a weight update
-        self.active: list[tuple[float, int, _Row]] = []
-        self.waiting: deque[_Row] = deque()
-        self.open: Counter[int] = Counter()
-        self.sampled: dict[int, defaultdict[int, float]] = {}
-        self.changes: list[float] = []
-        self.lags: defaultdict[int, float] = defaultdict(float)
-        self.marks: list[tuple[float, float, float]] = []
-        self.step = self.begun = self.rows = 0
-        self.is_paused, self.trainer = False, "waits"
-
-    def run(self) -> None:
-        self._begin(1)
-        while len(self.marks) <= self.ahead + 1 + STEPS:
-            draws, token_s = self.active and not self.is_paused, self.times.token_s(len(self.active) / self.engines)
-            time = self.now + (self.active[0][0] - self.tokens) * token_s if draws else float("inf")
-            action = self._end_rows
-            if self.events and self.events[0][0] <= time:
-                time, _, action = heapq.heappop(self.events)
-            span, self.now = time - self.now, time
-            self.tokens += span / token_s if draws else 0.0
-            self.engine_s += span * bool(self.active or self.is_paused)
-            self.trainer_s += span * (self.trainer in ("trains", "syncs"))
-            action()
-            self._next_job()
-            self._next_stage()
-
-    def _after(self, seconds: float, action: Callable[[], None]) -> None:
-        heapq.heappush(self.events, (self.now + seconds, next(self.order), action))
-
-    def _begin(self, end: int) -> None:
-        """Request the batches before `end` that were not begun."""
-        self.jobs.extend(range(self.begun, end))
-        self.begun = max(self.begun, end)
-        self._next_job()
-
-    def _next_job(self) -> None:
-        if self.jobs and not self.is_paused and not (self.times.drains and self.open):
-            job, self.is_paused = self.jobs.popleft(), True
-            self._after(self.times.load_s if job is None else self.prompts_s, lambda: self._start(job))
-
-    def _start(self, job: int | None) -> None:
-        self.is_paused = False
-        if job is None:
-            self.changes.append(self.tokens)
-            return
-        lengths = self.lengths(self.chance)
-        self.rows, self.open[job], self.sampled[job] = len(lengths), len(lengths), defaultdict(float)
-        self._open(*(_Row(job, length) for length in lengths))
-
-    def _open(self, *rows: _Row) -> None:
-        self.waiting.extend(rows)
-        while self.waiting and len(self.active) < self.times.slots * self.engines:
-            row = self.waiting.popleft()
-            row.start = self.tokens
-            heapq.heappush(self.active, (row.start + row.tokens, next(self.order), row))
-
-    def _end_rows(self) -> None:
-        self.tokens = self.active[0][0]
-        while self.active and self.active[0][0] <= self.tokens:
-            end, _, row = heapq.heappop(self.active)
-            start, version = row.start, bisect_right(self.changes, row.start)
-            for change in [*self.changes[version:], end]:
-                self.sampled[row.batch][version] += change - start
-                start, version = change, version + 1
-            self.open -= Counter([row.batch])
-        self._open()
-
-    def _next_stage(self) -> None:
-        """Continue the trainer, if what it waits for is available."""
-        if self.trainer == "waits" and self.step in self.sampled and not self.open[self.step]:
-            for version, n in self.sampled[self.step].items() if len(self.marks) > self.ahead else ():
-                self.lags[self.step - version] += n
-            self.marks.append((self.now, self.trainer_s, self.engine_s))
-            self.trainer = "trains"
-            self._after(self.train_s, lambda: setattr(self, "trainer", "drains"))
-            self._begin(self.step + self.ahead + 1)
-        if self.trainer == "drains" and not (self.times.sync_waits and (self.open or self.jobs or self.is_paused)):
-            self.trainer = "syncs"
-            self._after(self.times.sync_s, self._synced)
-
-    def _synced(self) -> None:
-        self.jobs.append(None)
-        self.step, self.trainer = self.step + 1, "waits"
-        self._begin(self.step + 1)
-
-
 def simulate(setting: AsyncSetting, times: AsyncTimes, lengths: Lengths) -> AsyncSetting:
     """The setting with its measured numbers, without the steps in which the queue fills."""
-    simulation = _Simulation(setting, times, lengths)
-    simulation.run()
-    first, last = np.array(simulation.marks[simulation.ahead + 1]), np.array(simulation.marks[-1])
-    seconds, trainer_s, engine_s = (last - first).tolist()
+    rows, marks, lags = simulated_steps(setting, times, lengths)
+    seconds, trainer_s, engine_s = (last - first for first, last in zip(marks[-1 - STEPS], marks[-1], strict=True))
     return replace(
         setting,
-        samples_per_s=STEPS * simulation.rows / seconds,
+        samples_per_s=STEPS * rows / seconds,
         trainer_idle=max(0.0, 1 - trainer_s / seconds),
         engine_idle=max(0.0, 1 - engine_s / seconds),
-        staleness=sum(lag * n for lag, n in simulation.lags.items()) / sum(simulation.lags.values()),
+        staleness=sum(lag * n for lag, n in lags.items()) / sum(lags.values()),
     )
+
+
+def simulated_steps(
+    setting: AsyncSetting, times: AsyncTimes, lengths: Lengths
+) -> tuple[int, list[tuple[float, float, float]], dict[int, float]]:
+    """Rows of a batch; the time and busy seconds of trainer and engine at the beginning of the training of each batch;
+    tokens by their lag in syncs, of those sampled when the queue is full."""
+    ahead, engines, chance = setting.max_staleness or 0, setting.generate / times.per_engine, random.Random(0)
+    train_s = times.train_s * times.devices / setting.train
+    prompts_s = times.prompts_s * times.devices / setting.generate
+    now = position = trainer_s = engine_s = 0.0  # `position`: tokens of a row that was drawn from the beginning
+    trainer_end = engine_end = NEVER
+    jobs, job = deque[int | None]([0]), None  # batches to begin; None is a weight update
+    waiting, active = deque[tuple[int, float]](), list[tuple[float, int]]()  # rows: batch and tokens; end and batch
+    open_rows, drawn, lags = dict[int, int](), Counter[int](), defaultdict[int, float](float)
+    marks, stage, step, begun, version, rows = [], "waits", 0, 1, 0, 0
+    while len(marks) <= ahead + 1 + STEPS:
+        if stage == "waits" and open_rows.get(step) == 0:
+            marks.append((now, trainer_s, engine_s))
+            stage, trainer_end = "trains", now + train_s
+            jobs.extend(range(begun, step + ahead + 1))
+            begun = max(begun, step + ahead + 1)
+        is_open = bool(waiting or active)
+        if stage == "trained" and not (times.sync_waits and (is_open or jobs or engine_end < NEVER)):
+            stage, trainer_end = "syncs", now + times.sync_s
+        if jobs and engine_end == NEVER and not (times.drains and is_open):
+            job = jobs.popleft()
+            engine_end = now + (times.load_s if job is None else prompts_s)
+        token_s = times.token_s(len(active) / engines)
+        rows_end = now + (active[0][0] - position) * token_s if active and engine_end == NEVER else NEVER
+        before, now = now, min(trainer_end, engine_end, rows_end)
+        trainer_s += (now - before) * (trainer_end < NEVER)
+        engine_s += (now - before) * bool(active or engine_end < NEVER)
+        if rows_end < NEVER:
+            tokens = (now - before) / token_s
+            position = active[0][0] if now == rows_end else position + tokens
+            for batch, count in drawn.items() if len(marks) > ahead and tokens else ():
+                lags[batch - version] += count * tokens
+        if now == trainer_end:
+            trainer_end = NEVER
+            if stage == "trains":
+                stage = "trained"
+            else:
+                stage, step = "waits", step + 1
+                jobs.extend([None, *range(begun, step + 1)])
+                begun = max(begun, step + 1)
+        elif now == engine_end:
+            engine_end = NEVER
+            if job is None:
+                version += 1
+            else:
+                begins = lengths(chance)
+                waiting.extend((job, length) for length in begins)
+                rows = open_rows[job] = len(begins)
+        while active and active[0][0] <= position:
+            batch = heapq.heappop(active)[1]
+            open_rows[batch] -= 1
+            drawn -= Counter([batch])
+        while waiting and len(active) < times.slots * engines:
+            batch, length = waiting.popleft()
+            heapq.heappush(active, (position + length, batch))
+            drawn[batch] += 1
+    return rows, marks, lags
 
 
 @dataclass(frozen=True)

@@ -25,11 +25,10 @@ from verl.trainer.plan.step_time import StageTime, stage_times
 from verl.trainer.plan.workload import (
     GIB,
     DeviceRates,
-    device_named,
+    device_here,
     free_disk,
     free_main_memory,
     free_memory,
-    gpu_here,
     machine_processes,
     workload,
 )
@@ -241,7 +240,7 @@ def log_plan(run: Any, context: BuildContext, checkpoints: Path) -> RunPlan | No
         ConfigError: an engine that never sleeps does not fit next to the trainer.
     """
     try:
-        device = gpu_here() if context.device.startswith("cuda") else device_named("cpu")
+        device = device_here(context.device)
         limit = free_memory(context.device, machine_processes(run))
         disk, small = free_disk(checkpoints), (limit or 0) // SMALL_SHARE
         plan = plan_run(run, device, free_disk=disk, limit=limit, counted_below=small)

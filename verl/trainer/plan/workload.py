@@ -225,8 +225,11 @@ def device_named(name: str) -> DeviceRates:
     return rates
 
 
-def gpu_here() -> DeviceRates:
-    """The GPU of this machine, with its actual memory and the rates of the table; unknown ones get those of an A100."""
+def device_here(device: str) -> DeviceRates:
+    """The device of a run on this machine, by its `trainer.device`: the CPU, or the GPU with its actual memory and the
+    rates of the table; unknown ones get those of an A100."""
+    if device == "cpu" or not torch.cuda.is_available():
+        return this_cpu()
     gpu = gpu_memory_from_outside(0)  # opens no CUDA context in this process
     memory = torch.cuda.get_device_properties(0).total_memory if gpu is None else gpu.total
     name = gpu_name_from_outside(0) or torch.cuda.get_device_name(0)
