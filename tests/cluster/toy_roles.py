@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -46,13 +45,6 @@ class Toy:
     def fail_on(self, rank: int) -> None:
         if self.rank == rank:
             raise ZeroDivisionError(f"asked to fail on rank {rank}")
-        self.sleep(600)
-
-    @on_all
-    def exit_on(self, rank: int) -> None:
-        """One rank's code wants to end the program, and its siblings wait for it."""
-        if self.rank == rank:
-            sys.exit(0)
         self.sleep(600)
 
     @on_all
@@ -102,15 +94,6 @@ class Toy:
         """The rows in memory of its own, and which memory they were found in."""
         places = [batch["wide"].data_ptr()] * len(batch)
         return DataProto.from_dict({"wide": batch["wide"].clone()}, {"found_at": places})
-
-    @by_rows_to_one
-    def keep(self, batch: DataProto) -> int:
-        self.kept = [*getattr(self, "kept", []), batch]
-        return len(batch)
-
-    @on_all
-    def sums_of_kept(self) -> list[float]:
-        return [float(batch["wide"].double().sum()) for batch in self.kept]
 
     def unspoken(self) -> None:
         """Has no dispatch."""

@@ -155,10 +155,6 @@ def digest(config) -> str:
     return hashlib.blake2b(json.dumps(unresolved(config)).encode(), digest_size=8).hexdigest()
 
 
-def is_as_recorded(config, key: str) -> bool:
-    return COMPOSITIONS[key] in (digest(config), unresolved(config))
-
-
 def roots_of(option: str) -> list[str]:
     """The roots that an option is for, the first of them the one that it is tried in."""
     return next((roots for options, roots in OWNERS if option in options), list(ROOTS))

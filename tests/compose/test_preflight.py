@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
@@ -21,7 +20,6 @@ from verl.compose.compose import compose_root
 from verl.compose.validate import refuse_here, validate
 from verl.storage.config import LocalStorage, S3Storage
 
-ROOT = Path(__file__).resolve().parents[2]
 NOBODY = "http://127.0.0.1:9"
 
 

@@ -115,9 +115,6 @@ def test_what_is_known_is_written_after_each_part(command, monkeypatch, tmp_path
     assert {"test_training_on_gpu", "test_vllm_on_gpu", "measure training"} <= set(names)
 
 
-HIDDEN = ("vllm", "hydra", "omegaconf", "pydantic", "blake3")
-
-
 def test_the_wheels_to_carry_are_all_that_the_distributions_need(command):
     """Against the metadata of what is installed here, without what torch and transformers bring themselves."""
     brought = {"torch", "transformers", "numpy", "pyyaml", "tqdm", "huggingface-hub", "safetensors"}

@@ -53,18 +53,3 @@ def test_a_model_whose_tokens_meet_outside_of_attention_is_refused_by_name(tmp_p
     model = made(tmp_path, "lfm2", layer_types=["conv", "full_attention"], conv_L_cache=3, block_multiple_of=8)
     with refusal("actor.model", value="(sharding.cp)"):
         paths_for(model.load_causal_lm("cpu"), 64, "actor.model", shares_tokens=True)
-
-
-IN_SHORT = Parallel(cp=2, dp_replicate=2, cp_style="ulysses")
-OTHERS = (
-    Parallel(cp=2),
-    Parallel(cp=2, cp_style="ulysses", strategy="SHARD_GRAD_OP"),
-    Parallel(cp=4),
-    Parallel(cp=4, cp_style="ulysses"),
-    Parallel(cp=2, dp_replicate=2),
-    Parallel(cp=2, tp=2),
-    Parallel(cp=2, tp=2, cp_style="ulysses"),
-    Parallel(cp=2, cpu_offload=True),
-    Parallel(dp_replicate=2, tp=2),
-    Parallel(tp=2),
-)

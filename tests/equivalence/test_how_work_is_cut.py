@@ -9,8 +9,6 @@ from verl.component import BuildContext
 from verl.protocol import DataProto
 from verl.rollout.base import GenerationRequest
 
-STEPS = [[0, 1, 2, 3], [7, 6, 5, 2], [4, 3, 1, 0]]
-
 
 def test_the_names_of_the_groups_change_no_advantage(model64, tmp_path):
     with ppo_run(model64, GRPO_ALGORITHM, group_size=3).build(BuildContext(run_dir=tmp_path)) as trainer:

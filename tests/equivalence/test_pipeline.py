@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from equivalence.laboratory import laboratory
 from equivalence.one_update import rows_with_holes, same_update
 from random_models import save_random_model
 from same_training import ROUNDING, run_course, same_training
@@ -39,12 +38,6 @@ PROMPTS = [[0, 1, 2, 3, 4], [7, 6, 5, 2], [3]]
 @pytest.fixture(scope="module")
 def bench(four_processes):
     return four_processes
-
-
-@pytest.fixture(scope="module")
-def eight():
-    with laboratory(8) as bench:
-        yield bench
 
 
 def saved_model(directory, family="qwen2", **options):

@@ -19,7 +19,6 @@ pytestmark = pytest.mark.slow
 
 STEPS = 4
 JOURNAL = "verl.environments.journal:EpisodeJournal"
-TURNS = "verl.environments.episode_loop:EpisodeLoop"
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -100,25 +99,3 @@ def test_a_training_in_flight_killed_twenty_times_ends_as_its_schedule_replayed_
     assert [event["number"] for event in events if event.get("event") == "begin"] == list(range(1, ASYNC_STEPS + 1))
     assert digest(tmp_path / "cut", ASYNC_STEPS) == digest(tmp_path / "twin", ASYNC_STEPS)
     assert kills >= 12
-
-
-def wait_for(is_there: Callable[[], bool], what: str) -> None:
-    """Until something is there."""
-    end = time.monotonic() + 240
-    while not is_there():
-        assert time.monotonic() < end, f"no sign of {what}"
-        time.sleep(0.01)
-
-
-def group_of(leader: int) -> set[int]:
-    """Processes of the session that a process leads, itself included."""
-    found = set()
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                session = int((entry / "stat").read_text().rpartition(")")[2].split()[3])
-            except (OSError, IndexError):
-                continue
-            if session == leader:
-                found.add(int(entry.name))
-    return found

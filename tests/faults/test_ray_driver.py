@@ -32,13 +32,6 @@ raylet = ray._private.worker._global_node.all_processes["raylet"][0].process.pid
 print(cluster.pids[0], raylet, flush=True)
 toy.sleep(600, {sign!r}).result()
 """
-CALLS = """
-import torch
-from verl.protocol import DataProto
-rows = DataProto.from_dict({{"number": torch.arange(50000)}}, {{"text": ["x"] * 50000}})
-while True:
-    toy.double(rows).result()
-"""
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from verl.errors import ConfigError
@@ -11,8 +9,6 @@ from verl.hybrid.actor import HybridActor
 from verl.hybrid.benchmark import measure_switch_overhead
 
 pytestmark = pytest.mark.slow
-
-SCRIPT = Path(__file__).parents[2] / "benchmarks/hybrid_switch.py"
 
 
 @pytest.fixture(scope="module")

@@ -25,10 +25,6 @@ from verl.rollout.base import GenerationRequest, TurnLimits, TurnRequest
 from verl.rollout.hf import HFEngine, HFRollout
 
 
-def address(x: torch.Tensor) -> int:
-    return x.untyped_storage().data_ptr()
-
-
 class Recording(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()

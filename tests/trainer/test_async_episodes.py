@@ -44,18 +44,6 @@ def playing(model, directory, staleness=1, environment=GAMES, **options):
     return dataclasses.replace(run, environment=environment, reward=EpisodeReward())
 
 
-def noted_updates(monkeypatch):
-    """The versions of the policy that drew the tokens of each update."""
-    trained_on, update = [], PPOTrainer.update
-
-    def noted(self, experience, step):
-        trained_on.append(experience["token_versions"][experience["response_mask"]].unique().tolist())
-        return update(self, experience, step)
-
-    monkeypatch.setattr(PPOTrainer, "update", noted)
-    return trained_on
-
-
 def timeless(value):
     """A record of an episode without what the clock says."""
     if isinstance(value, dict):

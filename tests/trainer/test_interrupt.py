@@ -73,19 +73,3 @@ def _wait_for_steps(file: Path, count: int, is_running: Callable[[], bool], limi
 
 
 # In Ray: a terminal sends Ctrl-C to every process of the job, Ray's among them
-
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def of_session(leader: int) -> list[int]:
-    """Processes of a session, zombies left out."""
-    found = []
-    for directory in Path("/proc").glob("[0-9]*"):
-        try:
-            state, _, _, session = (directory / "stat").read_text().rpartition(")")[2].split()[:4]
-        except OSError:
-            continue
-        if state != "Z" and int(session) == leader:
-            found.append(int(directory.name))
-    return found

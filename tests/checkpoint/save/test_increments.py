@@ -23,7 +23,6 @@ from verl.checkpoint.save.save_request import ExistingFile, SaveRequest
 from verl.errors import NoSpaceForCheckpoint
 
 WEIGHTS = "actor/model.safetensors"
-MOMENTS = "optimizer/optimizer.safetensors"
 
 
 def weights() -> dict[str, torch.Tensor]:

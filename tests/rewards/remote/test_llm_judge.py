@@ -134,9 +134,3 @@ def test_the_shipped_template_and_pattern_go_together(made):
             scored = made(server, **ours).score_tokens(batch_of([json.dumps(text)], answer=["4"]))
             assert list(scored["score"]) == [score]
     assert "The reference answer is: 4" in server.asked[0].body["messages"][0]["content"]
-
-
-def counted(asked):
-    """A judge that counts letters."""
-    text = asked.body["messages"][0]["content"]
-    return {"choices": [{"message": {"content": f"Score: {len(text) % 7}"}, "finish_reason": "stop"}]}

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from cluster.ray_here import placed
-from environments.digit_game import DigitGames
 from roles import start_actor
 from rollout.engines import plain_log_probs, save_family
 from rollout.faulty_vllm import WRONG, WrongVLLM
@@ -34,8 +33,6 @@ pytestmark = pytest.mark.xdist_group("vllm")
 
 RAY = pytest.mark.xdist_group("ray")
 CORRECTED = dataclasses.replace(GRPO_ALGORITHM, correction=TruncatedIS(), mini_batches=1)
-GAMES = DigitGames(recovery="deterministic", answers_at_once=True, max_tokens=40, max_turns=4)
-STOPS = tuple(range(20, 28))
 OPTIONS: dict[str, Any] = {"kv_cache_gib": 0.05, "max_num_seqs": 16, "num_threads": 1, "weight_update": "in_flight"}
 KV_CACHES = pytest.mark.parametrize("kv_cache", ["keep", "recompute"])
 EVENTS = [

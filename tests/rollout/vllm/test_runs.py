@@ -53,18 +53,6 @@ def test_the_engine_ends_with_a_trainer_that_is_killed_and_removes_its_directory
     wait_until_removed(directories)
 
 
-SCRIPT = """
-import sys
-import torch
-from verl import HybridActor
-from verl.rollout.vllm.config import VLLMRollout
-actor = HybridActor.from_pretrained(sys.argv[1], rollout=VLLMRollout(kv_cache_gib=0.05, num_threads=1), device="cpu")
-actor.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2)
-print(actor.rollout_engine.process.files.directory, flush=True)
-raise SystemExit("a fault of the script")
-"""
-
-
 def test_main_ppo_trains_with_vllm_and_leaves_no_process(tmp_path):
     """The cache holds what the prompts ask for, though not what the context of the model could."""
     command = [str(ROOT / "main_ppo.py"), "rollout=vllm", "actor=tiny_scratch", "trainer.total_steps=2"]

@@ -25,6 +25,7 @@ from verl.checkpoint import ownership
 from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.config import Checkpointing
 from verl.checkpoint.core import filesystem
+from verl.checkpoint.core.checkpoint import read_state
 from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.core.manifest import COMMIT
 from verl.checkpoint.ownership import CheckpointInUse, Owner, RunLock, StoreLease
@@ -198,6 +199,17 @@ def test_a_refusal_names_the_directory_what_differs_and_what_to_do(model32):
     assert fit(run(model32, algorithm=PPO_ALGORITHM, experiment_name="other")).name == "other"
     assert fit(run(model32, lr=1e-3, total_steps=4)) == first  # the same training once more, which prunes its own alone
     assert names(first) == ["global_step_1", "global_step_2", "global_step_3", "global_step_4"]
+
+
+@pytest.mark.exhaustive
+def test_a_resumed_run_prunes_those_before_it_of_its_own_descent_and_leaves_the_branch_that_it_abandoned(model32):
+    first = fit(run(model32, save={"keep_last_n": None}, total_steps=4, stop_after=3))
+    second = fit(run(model32, resume=str(first / "global_step_2"), total_steps=4, lr=1e-3))
+    assert second == first
+    # 1 and 2 led to the resumed run, 3 did not
+    assert names(first) == ["global_step_3", "global_step_3-2", "global_step_4"]
+    state = read_state(FileSystem(), CheckpointDirectory(first).open("global_step_4"))
+    assert state["lineage"]["ancestors"] == {run_of(first, "global_step_3"): 2}
 
 
 @pytest.mark.slow

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import random
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,7 +26,6 @@ from verl.errors import StorageUnreachable
 from verl.protocol.dispatch import on_each
 from verl.storage.config import GCSStorage, OSSStorage, S3Storage
 from verl.storage.store import MIB
-from verl.tracking.base import Tracker
 from verl.trainer.state.driver_state import RNG, CheckpointDraft, GeneratorStates, load_parts
 from verl.utils.seeding import rng_state, seed_everything
 from verl.workers.base import TrainedWorker
@@ -126,19 +124,6 @@ def states() -> dict[str, Any]:
     """Of every global generator, comparable."""
     tensors, plain = rng_state()
     return {**{name: x.tolist() for name, x in tensors.items()}, **plain}
-
-
-class Drawing(Tracker):
-    """Draws from every global generator whenever it is called."""
-
-    def __getattribute__(self, name: str) -> Any:
-        random.random(), np.random.rand(), torch.rand(1)
-        return super().__getattribute__(name)
-
-    def start(self, run_name: str, config: dict, run_dir: Path, total_steps: int | None) -> None:
-        random.seed(0)
-        np.random.seed(0)
-        torch.manual_seed(0)
 
 
 def test_retries_of_a_store_draw_from_no_global_generator(proxy, gcs_url, oss_url):
