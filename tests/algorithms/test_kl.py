@@ -140,22 +140,6 @@ def test_the_description_stays_as_it_was_and_needs_a_reference():
         AdaptiveKLInReward(coef=0.0, target=1.0)
 
 
-# 1e-50 and below are 0 in float32, in which log-probs, rewards and penalties usually are; 5e-324 is the least float64.
-@pytest.mark.parametrize("coef", [1e-30, 1e-50, 5e-324])
-def test_the_kl_is_measured_however_small_its_coefficient_is_and_the_coefficient_comes_back(coef):
-    batch = DataProto.from_dict({name: x.float() if x.dtype != torch.bool else x for name, x in scored().batch.items()})
-    running = controller(coef=coef, target=0.5, horizon=0.01)
-    for _ in range(5):
-        before = running.coef
-        _, metrics = running.shape_rewards(batch)
-        assert metrics["kl/response_nats"] == pytest.approx(2 * LN2)
-        assert metrics["kl/reference_nats"] == pytest.approx(LN2)
-        assert running.coef >= 1.2 * before * (1 - 1e-9)
-    for _ in range(1000):
-        running.shape_rewards(batch)
-    assert running.coef > 1.0
-
-
 def test_a_coefficient_that_the_target_drives_down_stays_where_it_can_rise_from():
     batch = scored()
     running = controller(target=1e9, horizon=0.01)

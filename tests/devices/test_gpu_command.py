@@ -12,9 +12,6 @@ import pytest
 import torch
 from cases import short_where
 from gpu.needs import gpus, vllm
-from packaging.requirements import Requirement
-
-from verl.utils.env_check import REQUIREMENTS
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU: make gpu runs all of it")
 
@@ -113,29 +110,6 @@ def test_what_is_known_is_written_after_each_part(command, monkeypatch, tmp_path
     assert seen == [names[:count] for count in range(len(names))]
     assert command.exit_status(result) == 0
     assert {"test_training_on_gpu", "test_vllm_on_gpu", "measure training"} <= set(names)
-
-
-def test_the_wheels_to_carry_are_all_that_the_distributions_need(command):
-    """Against the metadata of what is installed here, without what torch and transformers bring themselves."""
-    brought = {"torch", "transformers", "numpy", "pyyaml", "tqdm", "huggingface-hub", "safetensors"}
-    brought |= {"typing-extensions"}
-    for name in [needed.name for needed in REQUIREMENTS if needed.name not in brought] + ["pytest"]:
-        reached, todo = set(), [name]
-        while todo:
-            one = todo.pop()
-            for line in importlib.metadata.requires(one) or ():
-                needed = Requirement(line)
-                other = needed.name.lower().replace("_", "-")
-                is_needed = needed.marker is None or needed.marker.evaluate({"extra": ""})
-                if is_needed and other not in reached | brought:
-                    reached.add(other)
-                    todo.append(other)
-        listed, names = set(), [name]
-        while names:
-            more = {other.lower() for other in command.CARRIED_WITH.get(names.pop(), ())} - listed
-            listed |= more
-            names += more
-        assert reached <= listed | brought, name
 
 
 def test_what_a_machine_lacks_is_named():

@@ -97,13 +97,9 @@ def write_files(directory: Path) -> None:
         (directory / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def first_difference(whole: Path, cut: Path, without: tuple[str, ...] = ()) -> str | None:
-    """The first thing in which the runs of one directory differ from the uninterrupted one of another directory.
-
-    Args:
-        without: how metrics begin that may differ, such as those of requests that are tried again.
-    """
-    return _checkpoint_apart(whole, cut) or _metric_apart(whole, cut, without) or _text_apart(whole, cut)
+def first_difference(whole: Path, cut: Path) -> str | None:
+    """The first thing in which the runs of one directory differ from the uninterrupted one of another directory."""
+    return _checkpoint_apart(whole, cut) or _metric_apart(whole, cut) or _text_apart(whole, cut)
 
 
 def steps_saved(directory: Path) -> list[int]:
@@ -120,14 +116,12 @@ def _checkpoint_apart(whole: Path, cut: Path) -> str | None:
     return None
 
 
-def _metric_apart(whole: Path, cut: Path, without: tuple[str, ...]) -> str | None:
+def _metric_apart(whole: Path, cut: Path) -> str | None:
     """Every number that a run wrote before it was killed must be the twin's."""
     twin = steps_of(whole / "run")
     for file in sorted(cut.glob("*/metrics.jsonl")):
         for step, numbers in steps_of(file.parent).items():
             for key, value in numbers.items():
-                if key.startswith(without):
-                    continue
                 expected = twin.get(step, {}).get(key)
                 if expected is None or not Tolerance().numbers(expected, value):
                     return f"{file.parent.name}, step {step}: {key} is {value} and was {expected}"
