@@ -74,6 +74,8 @@ def changes(run: Any, memory: MemoryPlan, device: DeviceRates) -> Iterator[tuple
         if (value := getattr(getattr(run, "rollout", None), name, None)) is not None:
             half = max(1, value // 2) if isinstance(value, int) else value / 2
             yield f"rollout.{name}={half:g}", of("rollout", **{name: half})
+    if memory.stays_awake and not run.trainer.staleness:
+        yield "rollout.sleep=true", of("rollout", sleep=True)
     if not device.is_gpu:
         if memory.copied:
             yield "checkpoint=sync", of("checkpoint", save_async=False)
@@ -235,9 +237,7 @@ def log_plan(run: Any, context: BuildContext, checkpoints: Path) -> RunPlan | No
     Args:
         checkpoints: their directory.
     Returns:
-        The plan; None if planning failed, which does not stop the run.
-    Raises:
-        ConfigError: an engine that never sleeps does not fit next to the trainer.
+        The plan; None if planning failed. Neither stops the run.
     """
     try:
         device = device_here(context.device)
@@ -250,17 +250,8 @@ def log_plan(run: Any, context: BuildContext, checkpoints: Path) -> RunPlan | No
     assert context.run_dir is not None
     (context.run_dir / "plan.txt").write_text("\n".join(plan.lines()) + "\n", "utf-8")
     (context.run_dir / "plan.json").write_text(json.dumps(plan.to_json(), indent=2) + "\n", "utf-8")
-    warnings = [*plan.warnings(disk, free_main_memory())]
-    for warning in warnings:
+    for warning in plan.warnings(disk, free_main_memory()):
         _log.warning("%s", warning)
-    if not plan.fits and plan.memory.stays_awake:
-        why, remedy = "rollout.sleep is false", "rollout.sleep=true"
-        if run.trainer.staleness:
-            why, remedy = (f"trainer.{text}" for text in run.trainer.async_setting)
-        raise ConfigError(
-            f"{why}: the engine keeps its GPU memory while the trainer works. {warnings[0]}. Set {remedy}, or an "
-            "engine on other devices."
-        )
     return plan
 
 
