@@ -74,6 +74,7 @@ def test_by_default_it_sleeps_only_where_it_does_not_fit_beside_the_trainer(gib,
     assert plan.memory.stays_awake is not sleeps
     assert plan.decided(run).rollout == replace(run.rollout, sleep=sleeps)
     assert plan.memory.engine_cache == 2 << 30
+    monkeypatch.undo()
     on_cpu = log_plan(run, BuildContext(device="cpu", run_dir=tmp_path), tmp_path)
     assert on_cpu.decided(run).rollout.sleep is True
 

@@ -89,7 +89,7 @@ def test_the_best_split_gives_both_sides_as_much_as_they_need():
 @pytest.mark.slow
 def test_the_devices_of_a_sampler_apart_are_divided_with_those_that_train_and_their_own_split_is_shown():
     mesh = ["trainer=mesh", "sharding=ddp", "trainer.placement.devices=[cuda:0,cuda:1,cuda:2,cuda:3,cuda:4,cuda:5]"]
-    arguments = ["plan", *GRPO, *ASYNC_2, "--async", "--response-tokens", "9", "--json"]
+    arguments = ["plan", *GRPO, *ASYNC_2, "--async", "--response-tokens", "2", "--json"]
     runs = {
         "placed": [*mesh, "+trainer.placement.sub_meshes={rollout:[cuda:6,cuda:7]}"],
         "within": [mesh[0], mesh[1], EIGHT, "+trainer.placement.sub_meshes={rollout:[cuda:6,cuda:7]}"],
