@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 
-from verl.ops.logprobs import ESTIMATORS, k1, k2, k3
+from verl.ops.logprobs import ESTIMATORS, k2, k3
 
 
 def distributions(spread=1.0):
