@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import random
 import socket
 import threading
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -145,7 +147,7 @@ def test_samples_have_the_scores_that_are_asked_for(served, tokenizer):
     sampler = client.save_weights_and_get_sampling_client().result()
     prompt = rows(tokenizer)[2]
     response = sampler.sample(
-        types.ModelInput.from_ints(prompt), 2, types.SamplingParams(max_tokens=4, seed=1, stop=[]),
+        types.ModelInput.from_ints(prompt), 2, types.SamplingParams(max_tokens=4, seed=1, stop=[], temperature=0.5),
         include_prompt_logprobs=True, topk_prompt_logprobs=3, topk_sample_logprobs=2,
     ).result()  # fmt: skip
     forward = client.forward([datum(prompt)], "cross_entropy").result()
@@ -168,6 +170,7 @@ def test_samples_have_the_scores_that_are_asked_for(served, tokenizer):
     assert sampler.compute_logprobs(types.ModelInput.from_ints(prompt)).result()[1:] == pytest.approx(
         expected.tolist(), abs=1e-4
     )
+    assert sampler.compute_logprobs(types.ModelInput.from_ints(prompt[:1])).result() == [None]
 
 
 @pytest.mark.parametrize("sparse", [False, True])
@@ -209,13 +212,23 @@ def trained(client, tokenizer, steps: int) -> list[float]:
     return losses
 
 
+def with_samples(client, tokenizer, steps: int) -> list:
+    """Steps of training, each after samples without a seed."""
+    found: list = []
+    for _ in range(steps):
+        sampler, prompt = client.save_weights_and_get_sampling_client().result(), rows(tokenizer)[0]
+        response = sampler.sample(types.ModelInput.from_ints(prompt), 2, types.SamplingParams(max_tokens=9, stop=[]))
+        found += [[x.tokens for x in response.result().sequences], *trained(client, tokenizer, 1)]
+    return found
+
+
 def test_a_service_that_was_started_again_continues_from_what_was_saved(model32, tokenizer, tmp_path):
     with running(model32, tmp_path / "service") as served:
         client = client_of(served).create_lora_training_client("small", rank=4, seed=1).result()
-        trained(client, tokenizer, 2)
+        with_samples(client, tokenizer, 2)
         path = client.save_state("second").result().path
         sampler_path = client.save_weights_for_sampler("second").result().path
-        expected = trained(client, tokenizer, 2)
+        expected = with_samples(client, tokenizer, 2)
         prompt = types.ModelInput.from_ints(rows(tokenizer)[0])
         params = types.SamplingParams(max_tokens=5, seed=1)
         sampler = client_of(served).create_sampling_client(model_path=sampler_path).result()
@@ -223,7 +236,7 @@ def test_a_service_that_was_started_again_continues_from_what_was_saved(model32,
     with running(model32, tmp_path / "service") as served:
         service = client_of(served)
         again = service.create_training_client_from_state_with_optimizer(path).result()
-        assert trained(again, tokenizer, 2) == expected
+        assert with_samples(again, tokenizer, 2) == expected
         sampler = service.create_sampling_client(model_path=sampler_path).result()
         assert [x.tokens for x in sampler.sample(prompt, 2, params).result().sequences] == samples
         rest = tinker.RestClient(base_url=served[0], api_key=KEY)
@@ -250,6 +263,11 @@ def test_an_adapter_is_downloaded_in_the_form_of_peft(served, tokenizer):
     from safetensors.torch import load
 
     assert same_bits(load(content), served[1].model(client.model_id).session.weights())
+    for link in served[1].downloads.iterdir():
+        os.utime(link, (0, 0), follow_symlinks=False)  # an hour has passed
+    served[1].sweep()
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        urllib.request.urlopen(urls["adapter_model.safetensors"])
 
 
 # -- clients that do something else
@@ -297,6 +315,7 @@ def test_refusals_say_what_and_where(served, tokenizer):
     for fails, words in (
         (lambda: client.forward(data, "stable_reinforce").result(), "loss_fn is 'stable_reinforce'"),
         (lambda: client.forward(data, "cross_entropy", {"x": 1.0}).result(), "loss_fn_config.x"),
+        (lambda: client.forward(data, "cross_entropy", {"data": 1.0}).result(), "loss_fn_config.data"),
         (lambda: client.optim_step(ADAM).result(), "forward_backward"),
         (lambda: client.forward([datum([5, 10**6])], "cross_entropy").result(), r"data\[0\]"),
         (lambda: service.create_lora_training_client("other", rank=4).result(), "base_model is 'other'"),
@@ -305,6 +324,11 @@ def test_refusals_say_what_and_where(served, tokenizer):
         with pytest.raises(Exception, match=words):
             fails()
     assert client.forward(data, "cross_entropy").result().metrics["loss:sum"] > 0
+    sampler = service.create_sampling_client(base_model="small").result()
+    prompt = {"chunks": [{"tokens": [5], "type": "encoded_text"}]}
+    body = {"sampling_session_id": sampler._sampling_session_id, "prompt": prompt, "sampling_params": {}}
+    answer = httpx.post(f"{served[0]}/api/v1/asample", json=body, headers={"X-API-Key": KEY})
+    assert (answer.status_code, "seq_id" in answer.json()["detail"]) == (422, True)
     answer = httpx.post(f"{served[0]}/api/v1/create_session", json={}, headers={"X-API-Key": "tml-another"})
     assert (answer.status_code, "API key" in answer.json()["detail"]) == (401, True)
 
@@ -377,12 +401,14 @@ def test_more_snapshots_than_are_in_memory_are_each_of_their_own_weights(served,
 def test_snapshots_are_removed_with_their_session(served):
     service = client_of(served)
     client = service.create_lora_training_client("small", rank=2).result()
-    samplers = [client.save_weights_and_get_sampling_client().result() for _ in range(module.KEPT_SNAPSHOTS + 2)]
-    prompt, params = types.ModelInput.from_ints([5, 6]), types.SamplingParams(max_tokens=2)
-    assert len(samplers[-1].sample(prompt, 1, params).result().sequences) == 1
+    prompt, params, samplers = types.ModelInput.from_ints([5, 6]), types.SamplingParams(max_tokens=2), []
+    for _ in range(module.KEPT_SNAPSHOTS + 2):
+        samplers.append(client.save_weights_and_get_sampling_client().result())
+        assert len(samplers[0].sample(prompt, 1, params).result().sequences) == 1  # a reference, which stays in use
     with pytest.raises(Exception, match="weights of this sampler are gone"):
-        samplers[0].sample(prompt, 1, params).result()
-    snapshots = list(served[1].model(client.model_id).snapshots)
+        samplers[1].sample(prompt, 1, params).result()
+    model = served[1].model(client.model_id)
+    snapshots = [path for path, owner in served[1]._snapshots.items() if owner is model]
     assert len(snapshots) == module.KEPT_SNAPSHOTS
     service.close("success").result()
     served[1].jobs.run(int).result()
@@ -393,7 +419,7 @@ def test_a_refused_request_does_not_hold_up_those_after_it(served, tokenizer):
     client = client_of(served).create_lora_training_client("small", rank=4, seed=1).result()
     with httpx.Client(base_url=f"{served[0]}/api/v1/", headers={"X-API-Key": KEY}) as plain:
         body = {"model_id": client.model_id, "seq_id": 1, "path": "x", "age_encryption_recipients": ["y"]}
-        assert plain.post("save_weights_external", json=body).status_code == 200
+        assert plain.post("save_weights_external", json=body).status_code == 422
         body = {"model_id": client.model_id, "seq_id": 2, "path": "x"}
         number = plain.post("save_weights", json=body).json()["request_id"]
         assert plain.post("retrieve_future", json={"request_id": number}).json()["path"].endswith("/weights/x")
@@ -420,7 +446,8 @@ def test_a_step_without_a_part_of_its_gradients_is_refused(served, tokenizer):
 def test_without_a_key_a_name_that_leads_here_is_refused(model32, tmp_path):
     with running(model32, tmp_path, key=None) as (address, _), httpx.Client(base_url=f"{address}/api/v1/") as plain:
         port = address.rsplit(":", 1)[1]
-        for host, status in ((f"rebound.example:{port}", 403), (f"localhost:{port}", 200), (f"[::1]:{port}", 200)):
+        hosts = [(f"rebound.example:{port}", 403), (f"localhost:{port}", 200), (f"[::1]:{port}", 200)]
+        for host, status in hosts:
             assert plain.get("healthz", headers={"Host": host, "X-API-Key": "any"}).status_code == status
         assert plain.get("healthz").status_code == 401
 

@@ -181,7 +181,8 @@ def test_gradients_of_several_calls_are_added_and_micro_batches_change_nothing(m
     ("loss", "is_shared"), [("ppo", True), ("cross_entropy", True), ("gspo", True), ("dro", False)]
 )
 def test_a_prompt_without_influence_is_read_once_for_its_rows(loss, is_shared, model64):
-    whole, parts, noise = session(model64), session(model64), torch.Generator().manual_seed(3)
+    whole, parts, cut = session(model64), session(model64), session(model64, micro_batch_tokens=40)
+    noise = torch.Generator().manual_seed(3)
     data, responses = [], (5, 3, 6)
     for prompt in (list(range(5, 25)), list(range(9, 40))):
         for count in responses:
@@ -198,13 +199,14 @@ def test_a_prompt_without_influence_is_read_once_for_its_rows(loss, is_shared, m
     rows = loss_rows(data, *loss_of(loss, {}), whole.base.vocabulary, whole.base.longest)
     read = sum(int(micro.packing.tokens.numel()) for micro in whole.engine.micro_batches(rows.batch) if micro.packing)
     assert (read == 20 + 31 + 2 * (sum(responses) - len(responses))) is is_shared
-    output = whole.forward_backward(data, loss)
-    for datum, log_probs, losses in zip(data, output.log_probs, output.per_token, strict=True):
-        alone = parts.forward_backward([datum], loss)
-        torch.testing.assert_close(alone.log_probs[0], log_probs, rtol=0, atol=1e-10)
-        torch.testing.assert_close(alone.per_token[0], losses, rtol=0, atol=1e-10)
-    norms = [x.optim_step(lr=1e-2)["grad_norm"] for x in (whole, parts)]
-    assert norms[0] == pytest.approx(norms[1], rel=1e-9)
+    for shared in (whole, cut):
+        output = shared.forward_backward(data, loss)
+        for datum, log_probs, losses in zip(data, output.log_probs, output.per_token, strict=True):
+            alone = (parts.forward_backward if shared is whole else parts.forward)([datum], loss)
+            torch.testing.assert_close(alone.log_probs[0], log_probs, rtol=0, atol=1e-10)
+            torch.testing.assert_close(alone.per_token[0], losses, rtol=0, atol=1e-10)
+    norms = [x.optim_step(lr=1e-2)["grad_norm"] for x in (whole, parts, cut)]
+    assert norms == pytest.approx(norms[:1] * 3, rel=1e-9)
 
 
 def steps(one: TrainingSession, number: int, begin: int = 0) -> list:
@@ -237,10 +239,10 @@ def same_bits(a: dict, b: dict) -> bool:
 
 
 def test_two_adapters_side_by_side_are_each_as_alone(model32):
-    alone = [session(model32, seed=seed, rank=rank) for seed, rank in ((1, 4), (2, 8))]
+    alone = [session(model32, seed=1, rank=4), session(model32, seed=2, rank=8, unembedding=False)]
     expected = [(steps(one, 3), one.weights()) for one in alone]
     first = session(model32, seed=1, rank=4)
-    second = first.another(8, seed=2)
+    second = first.another(8, seed=2, unembedding=False)
     found: list[list] = [[], []]
     for step in range(3):
         for one, said in zip((first, second), found, strict=True):
@@ -370,6 +372,28 @@ def test_rows_of_several_adapters_in_one_batch_are_sampled_as_each_alone(stop, t
     assert len({str([x.log_probs for x in group]) for group in together}) == 6
 
 
+@pytest.mark.parametrize("stop", [(), ("no such text",)])
+def test_prompts_that_join_a_batch_are_sampled_as_each_alone(stop, tokenizer, tmp_path):
+    path = save_random_model(tmp_path, "qwen2", torch.float64, max_position_embeddings=128)
+    tokenizer.save_pretrained(path)
+    one = session(Pretrained(path=str(path), dtype="float64"))
+    base, options = one.base, SamplingOptions(max_new_tokens=8, stop=stop)
+    prompts = [PromptRequest(list(range(3, 3 + count)), 3, (index,)) for index, count in enumerate((80, 9, 90, 80))]
+    steps = [(), prompts[1:2], (), prompts[2:]]
+
+    def drawn(begun, late) -> list:
+        with base.sampling_from(one.name) as engine:
+            return sampled(engine, base.tokenizer, begun, options, base.longest, late=late)
+
+    together = drawn(prompts[:1], lambda: steps.pop(0) if steps else ())
+    assert not steps
+    for prompt, samples in zip(prompts, together, strict=True):
+        (alone,) = drawn([prompt], tuple)
+        assert [x.tokens for x in samples] == [x.tokens for x in alone]
+        for x, y in zip(samples, alone, strict=True):
+            torch.testing.assert_close(torch.tensor(x.log_probs), torch.tensor(y.log_probs), rtol=0, atol=1e-6)
+
+
 def test_samples_differ_from_call_to_call_and_a_seed_repeats_them(model64):
     one = session(model64)
     prompt = [one.tokenizer("1+2=", add_special_tokens=False)["input_ids"]]
@@ -400,39 +424,28 @@ def test_stops_end_a_sample_and_stay_in_it(model64):
 # -- refusals
 
 
-TARGETS = "data[0].loss_fn_inputs.target_tokens"
+INPUTS, SUPERVISED = "data[0].loss_fn_inputs", "cross_entropy"
+TARGETS = f"{INPUTS}.target_tokens"
+
+
+def one_token(**inputs) -> list[Datum]:
+    return [Datum([1], {"target_tokens": [1]} | inputs)]
+
+
 BAD = [
-    ("no data", [], "cross_entropy", {}, "data"),
-    ("no tokens", [Datum([], {"target_tokens": []})], "cross_entropy", {}, "data[0].model_input"),
-    ("an id beyond", [Datum([9999], {"target_tokens": [1]})], "cross_entropy", {}, "data[0].model_input"),
-    ("no list", [Datum("ab", {"target_tokens": [1]})], "cross_entropy", {}, "data[0].model_input"),
-    ("no targets", [Datum([1], {})], "cross_entropy", {}, "data[0].loss_fn_inputs"),
-    ("a target beyond", [Datum([1], {"target_tokens": [-1]})], "cross_entropy", {}, TARGETS),
-    ("another length", [Datum([1], {"target_tokens": [1, 2]})], "cross_entropy", {}, TARGETS),
-    (
-        "weights of another length",
-        [Datum([1], {"target_tokens": [1], "weights": [1.0, 2.0]})],
-        "cross_entropy",
-        {},
-        "data[0].loss_fn_inputs.weights",
-    ),
-    (
-        "infinite weights",
-        [Datum([1], {"target_tokens": [1], "weights": [math.inf]})],
-        "cross_entropy",
-        {},
-        "data[0].loss_fn_inputs.weights",
-    ),
-    (
-        "an unknown input",
-        [Datum([1], {"target_tokens": [1], "mask": [1.0]})],
-        "cross_entropy",
-        {},
-        "data[0].loss_fn_inputs",
-    ),
-    ("no advantages", [Datum([1], {"target_tokens": [1], "logprobs": [0.0]})], "ppo", {}, "data[0].loss_fn_inputs"),
-    ("an unknown loss", [Datum([1], {"target_tokens": [1]})], "ppoo", {}, "loss_fn"),
-    ("an unknown setting", [Datum([1], {"target_tokens": [1]})], "ppo", {"clip": 1}, "loss_fn_config.clip"),
+    ("no data", [], SUPERVISED, {}, "data"),
+    ("no tokens", [Datum([], {"target_tokens": []})], SUPERVISED, {}, "data[0].model_input"),
+    ("an id beyond", [Datum([9999], {"target_tokens": [1]})], SUPERVISED, {}, "data[0].model_input"),
+    ("no list", [Datum("ab", {"target_tokens": [1]})], SUPERVISED, {}, "data[0].model_input"),
+    ("no targets", [Datum([1], {})], SUPERVISED, {}, INPUTS),
+    ("a target beyond", one_token(target_tokens=[-1]), SUPERVISED, {}, TARGETS),
+    ("another length", one_token(target_tokens=[1, 2]), SUPERVISED, {}, TARGETS),
+    ("weights of another length", one_token(weights=[1.0, 2.0]), SUPERVISED, {}, f"{INPUTS}.weights"),
+    ("infinite weights", one_token(weights=[math.inf]), SUPERVISED, {}, f"{INPUTS}.weights"),
+    ("an unknown input", one_token(mask=[1.0]), SUPERVISED, {}, INPUTS),
+    ("no advantages", one_token(logprobs=[0.0]), "ppo", {}, INPUTS),
+    ("an unknown loss", one_token(), "ppoo", {}, "loss_fn"),
+    ("an unknown setting", one_token(), "ppo", {"clip": 1}, "loss_fn_config.clip"),
 ]
 
 

@@ -125,7 +125,8 @@ def _serve(run: Any, host: str, port: int, directory: Path, names: list[str], ex
                 )
             path = str(getattr(actor.model, "path", type(actor.model).__name__))
             service = TrainingService(base, [*names, path], directory.absolute(), run.trainer.seed, joins=not exact)
-            server = uvicorn.Server(uvicorn.Config(application(service, key), host, port, log_level="warning"))
+            options: Any = {"log_level": "warning", "timeout_graceful_shutdown": 5}  # clients hold requests open longer
+            server = uvicorn.Server(uvicorn.Config(application(service, key), host, port, **options))
             with contextlib.suppress(KeyboardInterrupt):
                 socket = server.config.bind_socket()
                 echo(f"{service.names[0]} at http://{host}:{socket.getsockname()[1]}, saved weights in {directory}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
@@ -294,11 +294,13 @@ class TurnEngine:
         dtype: of the log-probs.
         lookahead: number of tokens after the sampled ones of each open turn whose logits are computed already.
         experts: layers with experts, and experts of a token, in `TurnResult.routed_experts`; None if not recorded.
+        late: returns turns that join those of the current `advance`; an engine that cannot add them never calls it.
     """
 
     dtype: torch.dtype = torch.float32
     lookahead: int = 0
     experts: tuple[int, int] | None = None
+    late: Callable[[], Sequence[TurnRequest]] = tuple
 
     @property
     def num_pending(self) -> int:

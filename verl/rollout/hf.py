@@ -411,11 +411,12 @@ class HFTurns(TurnQueue):
             LogProbGapError: no decoding path gives the log-probs of a plain forward pass.
         """
         if self.rows.keeps_episodes:
+            self._add_late()
             return self._advance()
         if not self.queue:
             return []
         engine, turns = self.engine, list(self.queue)
-        sampled = self._decode()
+        sampled = self._decode(turns)
         longest = max(len(turn.tokens) + len(made.tokens) for turn, made in zip(turns, sampled, strict=True))
         if longest > engine.longest_compared:
             rows = self._as_rows(turns, sampled)
@@ -423,18 +424,26 @@ class HFTurns(TurnQueue):
                 engine.fall_back(gap, rows)
                 self.rows = engine.rows(self.limits)
                 self.queue.extend(turns)
-                sampled = self._decode()
+                sampled = self._decode(turns)
                 rows = self._as_rows(turns, sampled)
             engine.longest_compared = max(engine.longest_compared, longest_row(rows))
         return sampled
 
-    def _decode(self) -> list[TurnResult]:
-        """Decode all turns of the queue, in its order."""
-        order = [turn.episode for turn in self.queue]
+    def _decode(self, turns: list[TurnRequest]) -> list[TurnResult]:
+        """Decode all turns of the queue, in its order. Late ones are appended, until a turn ends: they would hold up
+        its result."""
         sampled: dict[int, TurnResult] = {}
         while self.num_pending:
             sampled |= {turn.episode: turn for turn in self._advance()}
-        return [sampled[episode] for episode in order]
+            if not sampled and isinstance(self.rows, SlotRows):
+                turns += self._add_late()
+        return [sampled[turn.episode] for turn in turns]
+
+    def _add_late(self) -> Sequence[TurnRequest]:
+        if late := self.late():
+            self.engine.paths(max(len(turn.tokens) + turn.max_new_tokens for turn in late))  # rows may be too long
+            self.queue += late
+        return late
 
     def _advance(self) -> list[TurnResult]:
         """Sample one token of every live turn; returns the turns that end."""

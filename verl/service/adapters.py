@@ -2,7 +2,7 @@
 
 base model ── peft ──┬── adapter A   TrainingEngine, AdamW over the parameters of A alone
                      ├── adapter B   TrainingEngine, ...
-                     └── snapshots   frozen copies, from which responses are sampled
+                     └── snapshots   copies, from which responses are sampled
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ class BaseModel:
         vocabulary: number of token ids.
         digest: of some weights, by which saved adapters know their base model.
         longest: tokens of a row that the model reads; None if unknown.
+        mixes: whether a batch of samples may be of several adapters.
     """
 
     def __init__(
@@ -98,10 +99,10 @@ class BaseModel:
         self.vocabulary = int(model.config.get_text_config().vocab_size)
         self._head: LMHead | None = None
         chosen = (rollout or HFRollout()).chosen_for(self.model, autocast)
-        self._has_copy = chosen.location != "trainer"  # the engine has weights of its own
+        self.mixes = chosen.location == "trainer"  # else the engine has weights of its own
         if getattr(chosen, "sleep", None) == "auto":
             chosen = dataclasses.replace(chosen, sleep=False)  # type: ignore[call-arg]
-        if self._has_copy:
+        if not self.mixes:
             self._untie()
         context = dataclasses.replace(context, device=device)
         self._sampler = chosen.attach(self.model, self.tokenizer, 0, autocast, context)
@@ -143,19 +144,15 @@ class BaseModel:
         Args:
             seed: of A; B begins at zero.
         """
-        self._make(name, lora, seed)
+        self.make(name, lora, seed)
         self.model.set_adapter(name)
         optimizer = AdamW(lr=0.0, betas=(0.9, 0.95), eps=1e-12, max_grad_norm=None)
         engine = self._new_engine(self.model, optimizer=optimizer)
         engine.parameters = self._parameters(name)  # not those of other adapters; by names that do not have its own
         return engine
 
-    def add_frozen(self, name: str, lora: LoRA, weights: Mapping[str, Tensor]) -> None:
-        """Make an adapter of given weights, from which responses are sampled."""
-        self._make(name, lora, 0)
-        self.set_weights(name, weights)
-
-    def _make(self, name: str, lora: LoRA, seed: int) -> None:
+    def make(self, name: str, lora: LoRA, seed: int = 0) -> None:
+        """Make an adapter that is not trained."""
         from peft import LoraConfig
 
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
@@ -214,16 +211,11 @@ class BaseModel:
         with self.model.disable_adapter() if names == (None,) else contextlib.nullcontext():
             if name is not None:
                 self.model.set_adapter(name)
-            if self._has_copy and name != self._in_sampler:
+            if not self.mixes and name != self._in_sampler:
                 self._in_sampler = NOTHING
                 self._sampler.sync()
                 self._in_sampler = name
             yield self._sampler
-
-    @property
-    def mixes(self) -> bool:
-        """Whether a batch of samples may be of several adapters."""
-        return not self._has_copy
 
     def close(self) -> None:
         """End the process of a sampling engine."""

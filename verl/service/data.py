@@ -73,16 +73,13 @@ class LossRows:
     settings: Settings
     inputs: dict[str, Tensor]
 
-    @property
-    def shape(self) -> torch.Size:
-        """[B T] or [B T K] of the targets."""
-        return self.batch[CANDIDATES if CANDIDATES in self.batch.batch else "responses"].shape
-
-    def scores(self, head: LMHead, model: Any, micro: MicroBatch, top_k: int = 0) -> dict[str, Tensor]:
+    def scores(
+        self, head: LMHead, model: Any, micro: MicroBatch, top_k: int = 0, temperature: float = 1.0
+    ) -> dict[str, Tensor]:
         """`log_probs` of the targets of a micro-batch, [b t] or [b t K]; with `top_k` those of one target a token, the
         `likeliest` tokens at each place and `of_likeliest`, their log-probs, [b t k]."""
         wanted = CANDIDATES if CANDIDATES in micro.tensors else None
-        found: Any = token_log_probs(model, head, micro, top_k=top_k, candidates=wanted)
+        found: Any = token_log_probs(model, head, micro, temperature, top_k=top_k, candidates=wanted)
         if not top_k:
             return {"log_probs": found.log_probs if wanted is None else found.candidate_log_probs}
         return {"log_probs": found.log_probs, "likeliest": found.candidates, "of_likeliest": found.candidate_log_probs}

@@ -31,7 +31,9 @@ from verl.errors import ConfigError, VerlError
 from verl.models.lora import LoRA
 from verl.service import saved
 from verl.service.jobs import FETCHED_S
-from verl.service.service import Model, NotFound, TrainingService
+from verl.service.losses import loss_of
+from verl.service.service import URL_S, Model, NotFound, TrainingService
+from verl.service.session import NoGradients
 from verl.service.wire import data_of, forward_backward_output
 from verl.utils.seeding import derive_seed
 
@@ -40,7 +42,6 @@ _log = logging.getLogger(__name__)
 MAX_BODY_BYTES, MAX_JSON_BYTES = 64 << 20, 8 << 20  # of training data, and of other requests
 MAX_RANK, ALPHA = 1024, 32.0  # of an adapter; alpha is not said by clients
 POLL_S = 30.0  # that a request for a result is held open
-URL_S = 3600  # that a download is announced for
 PREFIX = "/api/v1"
 DOWNLOADS = f"{PREFIX}/downloads"
 CHECKPOINT = "/training_runs/{run}/checkpoints/{kind}/{name}"
@@ -48,6 +49,12 @@ FLAGS = {  # of the SDK: keys instead of tokens that expire, results one by one,
     "pjwt_auth_enabled": False,
     "sample_use_retrieve_futures": False,
     "parallel_fwdbwd_chunks": False,
+}
+ALWAYS = {
+    "/client/config": FLAGS,
+    "/client/dynamic_config": {"sample_cancel_enabled": True},
+    "/telemetry": {"status": "accepted"},  # and dropped
+    "/healthz": {"status": "ok"},
 }
 
 
@@ -64,8 +71,10 @@ def application(service: TrainingService, token: str | None = None) -> FastAPI:
         service.close()
 
     app = FastAPI(lifespan=lifespan, openapi_url=None)
-    for routes in (_sessions, _training, _saved_weights, _samples):
-        app.include_router(routes(service), prefix=PREFIX)
+    routes = APIRouter(prefix=PREFIX)
+    for add in (_add_sessions, _add_training, _add_saved_weights, _add_samples):
+        add(routes, service)
+    app.include_router(routes)
     app.mount(DOWNLOADS, StaticFiles(directory=service.downloads, follow_symlink=True))
 
     @app.middleware("http")
@@ -106,9 +115,7 @@ def _failure(status: int, detail: str) -> Response:
     return JSONResponse({"detail": detail}, status)
 
 
-def _sessions(service: TrainingService) -> APIRouter:
-    routes = APIRouter()
-
+def _add_sessions(routes: APIRouter, service: TrainingService) -> None:
     @routes.post("/create_session")
     async def create_session() -> Any:
         return {"type": "create_session", "session_id": service.create_client()}
@@ -125,21 +132,11 @@ def _sessions(service: TrainingService) -> APIRouter:
     async def finish_session(session: str) -> None:
         service.end_client(session)
 
-    @routes.post("/client/config")
-    async def client_config() -> Any:
-        return FLAGS
+    def always(answer: Any) -> Callable[[], Any]:
+        return lambda: answer
 
-    @routes.post("/client/dynamic_config")
-    async def client_dynamic_config() -> Any:
-        return {"sample_cancel_enabled": True}
-
-    @routes.post("/telemetry")
-    async def telemetry() -> Any:
-        return {"status": "accepted"}  # and dropped
-
-    @routes.get("/healthz")
-    async def health() -> Any:
-        return {"status": "ok"}
+    for path, answer in ALWAYS.items():
+        routes.add_api_route(path, always(answer), methods=["GET" if path == "/healthz" else "POST"])
 
     @routes.get("/get_server_capabilities")
     async def capabilities() -> Any:
@@ -152,12 +149,13 @@ def _sessions(service: TrainingService) -> APIRouter:
         if (job := service.jobs.job(body.request_id)) is None:
             raise NotFound(f"request_id is {body.request_id[:120]!r}: no such request, or its session has ended.")
         waiting = asyncio.wrap_future(job.future)
+        waiting.add_done_callback(lambda x: x.cancelled() or x.exception())  # else asyncio logs one that nobody awaits
         await asyncio.wait([waiting], timeout=POLL_S)
         if not waiting.done():
             return JSONResponse({"type": "try_again", "request_id": body.request_id, "queue_state": "active"}, 408)
         job.keep(FETCHED_S)
         error = ConfigError("the request was cancelled.") if waiting.cancelled() else waiting.exception()
-        if isinstance(error, VerlError | ValueError):
+        if isinstance(error, ValueError | NoGradients):
             return JSONResponse({"error": str(error), "category": "user"})
         if error is not None:
             _log.error("Request %s failed.", body.request_id, exc_info=error)
@@ -171,15 +169,11 @@ def _sessions(service: TrainingService) -> APIRouter:
         if job is not None and job.sample is not None:  # later steps of a model wait for the others
             job.future.cancel()
 
-    return routes
 
-
-def _training(service: TrainingService) -> APIRouter:
-    routes = APIRouter()
-
+def _add_training(routes: APIRouter, service: TrainingService) -> None:
     @routes.post("/create_model")
     async def create_model(body: types.CreateModelRequest) -> Any:
-        _check(service, body)
+        service.check_base(body.base_model, body.optimizer_config)
         if (lora := body.lora_config) is None or not 1 <= lora.rank <= MAX_RANK:
             raise ConfigError(f"lora_config is {lora}: this service trains adapters of rank 1 to {MAX_RANK}.")
         layers = service.base.layers(lora.train_attn, lora.train_mlp, lora.train_unembed)
@@ -208,6 +202,7 @@ def _training(service: TrainingService) -> APIRouter:
         def work(model: Model) -> bytes:
             verb = model.session.forward if message.forward_only else model.session.forward_backward
             try:
+                loss_of(message.loss_fn, settings)
                 return forward_backward_output(verb(data_of(message), message.loss_fn, **settings))
             except BaseException as error:
                 model.failed = model.failed if message.forward_only else str(error)
@@ -218,10 +213,10 @@ def _training(service: TrainingService) -> APIRouter:
     @routes.post("/optim_step")
     async def optim_step(body: types.OptimStepRequest) -> Any:
         values = body.optim_params
+        if not isinstance(values, types.AdamParams):
+            raise ConfigError(f"optim_params.type is {values.type!r}: this service has AdamW.")
 
         def work(model: Model) -> Any:
-            if not isinstance(values, types.AdamParams):
-                raise ConfigError(f"optim_params.type is {values.type!r}: this service has AdamW.")
             if (failed := model.failed) is not None:  # a part of the gradients would be another step
                 model.failed = None
                 model.session.drop_gradients()
@@ -233,50 +228,37 @@ def _training(service: TrainingService) -> APIRouter:
 
         return service.in_order(body, work)
 
-    return routes
 
+def _add_saved_weights(routes: APIRouter, service: TrainingService) -> None:
+    def save(body: Any, kind: str, overwrites: bool = False) -> Any:
+        def work(model: Model) -> Any:
+            name = f"step_{model.session.updates}_{body.seq_id}" if body.path is None else body.path
+            return {"path": service.save(model, kind, name, overwrites), "type": body.type}
 
-def _check(service: TrainingService, body: types.CreateModelRequest | types.LoadWeightsRequest) -> None:
-    service.check_base(body.base_model)
-    if body.optimizer_config is not None and body.optimizer_config.type != "adamw":
-        raise ConfigError(f"optimizer_config.type is {body.optimizer_config.type!r}: this service has adamw.")
-
-
-def _saved_weights(service: TrainingService) -> APIRouter:
-    routes = APIRouter()
+        return service.in_order(body, work)
 
     @routes.post("/save_weights")
     async def save_weights(body: types.SaveWeightsRequest) -> Any:
-        def work(model: Model) -> Any:
-            name = body.path if body.path is not None else f"step_{model.session.updates}_{body.seq_id}"
-            return {"path": service.save(model, "weights", name, body.overwrite), "type": "save_weights"}
-
-        return service.in_order(body, work)
+        return save(body, "weights", body.overwrite)
 
     @routes.post("/save_weights_external")
     async def save_weights_external(body: types.SaveWeightsExternalRequest) -> Any:
-        def work(model: Model) -> Any:
-            if body.age_encryption_recipients:
-                raise ConfigError("age_encryption_recipients: this service does not encrypt.")
-            return {"path": service.save(model, "external_weights", body.path)}
-
-        return service.in_order(body, work)
+        if body.age_encryption_recipients:
+            raise ConfigError("age_encryption_recipients: this service does not encrypt.")
+        return save(body, "external_weights")
 
     @routes.post("/save_weights_for_sampler")
     async def save_weights_for_sampler(body: types.SaveWeightsForSamplerRequest) -> Any:
-        def work(model: Model) -> Any:
-            if body.kind != "snapshot":
-                raise ConfigError(f"kind is {body.kind!r}: this service samples from snapshots.")
-            found = {"path": None, "type": "save_weights_for_sampler"}
-            if body.path is not None:
-                return found | {"path": service.save(model, "sampler_weights", body.path)}
-            return found | {"sampling_session_id": service.snapshot(model, body.sampling_session_seq_id or 0)}
-
-        return service.in_order(body, work)
+        if body.kind != "snapshot":
+            raise ConfigError(f"kind is {body.kind!r}: this service samples from snapshots.")
+        if body.path is not None:
+            return save(body, "sampler_weights")
+        number, found = body.sampling_session_seq_id or 0, {"path": None, "type": body.type}
+        return service.in_order(body, lambda model: {"sampling_session_id": service.snapshot(model, number), **found})
 
     @routes.post("/load_weights")
     async def load_weights(body: types.LoadWeightsRequest) -> Any:
-        _check(service, body)
+        service.check_base(body.base_model, body.optimizer_config)
         if body.session_id is not None and body.model_seq_id is not None:
             client, number = body.session_id, body.model_seq_id
             return {"request_id": service.create_model(client, number, None, 0, body.path, body.optimizer)}
@@ -311,12 +293,8 @@ def _saved_weights(service: TrainingService) -> APIRouter:
         urls = {file.name: f"{base}/{file.name}" for file in files if file.name != saved.RECORD}
         return types.ExternalWeightsUrlsResponse(urls=urls, expires=expires)
 
-    return routes
 
-
-def _samples(service: TrainingService) -> APIRouter:
-    routes = APIRouter()
-
+def _add_samples(routes: APIRouter, service: TrainingService) -> None:
     @routes.post("/create_sampling_session")
     async def create_sampling_session(body: types.CreateSamplingSessionRequest) -> Any:
         service.check_base(body.base_model)
@@ -332,5 +310,3 @@ def _samples(service: TrainingService) -> APIRouter:
     async def asample(body: types.SampleRequest) -> Any:
         name = service.sample(body)
         return {"request_id": name, "sample_sequence_ids": [f"{name}:{i}" for i in range(body.num_samples)]}
-
-    return routes

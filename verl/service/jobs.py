@@ -2,15 +2,15 @@
 
     handlers ── submit, submit_sample ──> Jobs ──> one thread ──> Job.future, fetched by the job's id
 
-Sample requests that are there together and sample alike are one batch.
+Sample requests that are there together and sample alike are one batch, which others join until a response of it ends.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 import threading
 import time
+import traceback
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ from verl.errors import VerlError
 
 FETCHED_S = 120.0  # that a result is kept after it was fetched: its answer may have been lost
 UNFETCHED_S = 3600.0  # that a result is kept for which nobody comes
-GATHER_S = 0.02  # a batch begins when no further sample request comes for so long
+GATHER_S = 0.02  # that a batch waits for a second sample request; later ones join it
 MAX_SAMPLES = 512  # of one batch
 MAX_ADAPTERS = 8  # of one batch
 MAX_WAITING = 4096  # requests of one session; more are refused for a while
@@ -52,6 +52,9 @@ class SampleWork:
     noise: tuple[object, ...]
 
 
+Late = Callable[[], Sequence[SampleWork]]  # requests that join a batch now
+
+
 @dataclass(eq=False)
 class Job:
     """A request and its result.
@@ -68,17 +71,20 @@ class Job:
     expires_at: float = math.inf
 
     def keep(self, seconds: float) -> None:
+        """Keep the result for a while; an error without the tensors of the calls that raised it."""
         self.expires_at = time.monotonic() + seconds
+        if not self.future.cancelled() and (error := self.future.exception()) is not None:
+            traceback.clear_frames(error.__traceback__)
 
 
 class Jobs:
     """Requests and results of a service.
 
     Args:
-        compute: results of a batch of sample requests.
+        compute: results of a batch of sample requests, and of those that a function has given meanwhile.
     """
 
-    def __init__(self, compute: Callable[[Sequence[SampleWork]], Sequence[Any]]):
+    def __init__(self, compute: Callable[[Sequence[SampleWork], Late], Sequence[Any]]):
         self._compute, self._lock = compute, threading.Lock()
         self._thread = ThreadPoolExecutor(1, "training service")
         self._jobs: dict[str, Job] = {}
@@ -99,7 +105,7 @@ class Jobs:
             if isinstance(work, SampleWork):
                 job = Job(owner, sample=work)
                 self._samples.append(job)
-                self._thread.submit(self._run_samples)
+                self._thread.submit(self._run_samples, job)
             else:
                 job = Job(owner, self._thread.submit(work))
             self._jobs[job_id] = job
@@ -127,29 +133,39 @@ class Jobs:
     def close(self) -> None:
         self._thread.shutdown(cancel_futures=True)
 
-    def _run_samples(self) -> None:
-        """Compute the next batch of samples; nothing if an earlier batch had the request for which this was queued."""
-        count = 0
-        while count < len(self._samples):  # clients send the prompts of a step one after another
-            count = len(self._samples)
-            time.sleep(GATHER_S)
-        with self._lock:
-            alike = [job for job in self._samples if job.sample.kind == self._samples[0].sample.kind]
-            adapters = [*dict.fromkeys(job.sample.adapter for job in alike)][:MAX_ADAPTERS]
-            sizes = zip(alike, itertools.accumulate(job.sample.num_samples for job in alike), strict=True)
-            fitting = [job for job, size in sizes if size <= MAX_SAMPLES and job.sample.adapter in adapters]
-            batch = fitting or alike[:1]
-            self._samples = [job for job in self._samples if job not in batch]
-        self._run_batch([job for job in batch if job.future.set_running_or_notify_cancel()])
+    def _run_samples(self, first: Job) -> None:
+        """Compute a sample request as a batch with those that wait; nothing if an earlier batch had it."""
+        if self._samples == [first]:
+            time.sleep(GATHER_S)  # clients send the prompts of a step one after another
+        batch: list[Job] = []
+        if first in self._samples:
+            self._take(batch, first.sample, MAX_ADAPTERS)
+        if batch:
+            num_adapters = len({job.sample.adapter for job in batch})
+            self._run_batch(batch, lambda: self._take(batch, first.sample, num_adapters))
 
-    def _run_batch(self, batch: Sequence[Job]) -> None:
+    def _take(self, batch: list[Job], alike: SampleWork, max_adapters: int) -> list[SampleWork]:
+        """Add to a batch what waits and fits in; returns it."""
+        with self._lock:
+            before, size = len(batch), sum(job.sample.num_samples for job in batch)
+            adapters = {alike.adapter, *(job.sample.adapter for job in batch)}
+            for job in [job for job in self._samples if job.sample.kind == alike.kind]:
+                work, wanted = job.sample, adapters | {job.sample.adapter}
+                if work is alike or (size + work.num_samples <= MAX_SAMPLES and len(wanted) <= max_adapters):
+                    self._samples.remove(job)
+                    if job.future.set_running_or_notify_cancel():
+                        batch.append(job)
+                        size, adapters = size + work.num_samples, wanted
+        return [job.sample for job in batch[before:]]
+
+    def _run_batch(self, batch: list[Job], late: Late = tuple) -> None:
         try:
-            results = self._compute([job.sample for job in batch]) if batch else ()
+            results = self._compute([job.sample for job in batch], late)
         except BaseException as error:  # noqa: BLE001 - told to the client; also a panic of a library in Rust
             if len(batch) == 1:
                 batch[0].future.set_exception(error)
                 return
-            for job in batch:  # one of them may be at fault
+            for job in [*batch]:  # one of them may be at fault
                 self._run_batch([job])
             return
         for job, result in zip(batch, results, strict=True):

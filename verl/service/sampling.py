@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -18,6 +17,7 @@ from verl.ops.sampling import NO_TURN
 from verl.rollout.base import RolloutEngine, TurnLimits, TurnRequest, TurnResult, stop_tokens
 from verl.rollout.hf import HFEngine
 from verl.service.data import checked_tokens
+from verl.utils.seeding import derive_seed
 
 UNKNOWN_ROOM = 4096  # tokens of a response, where the context of the model is not known
 StopText = Annotated[str, Field(min_length=1, max_length=256)]
@@ -80,6 +80,7 @@ def sample(
     options: SamplingOptions,
     longest: int | None,
     may_be_full: bool = False,
+    late: Callable[[], Sequence[PromptRequest]] = tuple,
 ) -> list[list[Sample]]:
     """Sample responses to several prompts as one batch. A response does not depend on the others.
 
@@ -87,6 +88,7 @@ def sample(
         engine: a `RolloutEngine` whose options may change, with the weights to sample from.
         longest: tokens of a row that the model reads.
         may_be_full: a prompt without room for a response has empty ones; else it is refused.
+        late: gives further prompts, whose samples follow, between two steps of an engine that can add them.
     Raises:
         ConfigError: a prompt cannot be read, or leaves no room for a response.
     """
@@ -98,18 +100,26 @@ def sample(
     if options.stop != ():
         ids |= {*stop_tokens(engine.model, tokenizer, ()).tolist()}
     requests: list[TurnRequest] = []
-    is_greedy = not options.temperature
-    for prompt in prompts:
-        tokens = checked_tokens(prompt.tokens, "prompt", vocabulary, longest).tolist()
-        room = (longest or len(tokens) + UNKNOWN_ROOM) - len(tokens)
-        if room < 1 and not may_be_full:
-            raise ConfigError(f"prompt has {len(tokens)} tokens: the model reads {longest}, which leaves no response.")
-        limit = room if options.max_new_tokens is None else min(room, options.max_new_tokens)
-        of_prompt, step = _number(*tokens) % 2**31, _number(*prompt.noise)
-        for index in range(prompt.num_samples):
-            key = of_prompt, index, NO_TURN, limit, step
-            requests.append(TurnRequest(len(requests), tokens, *key, greedy=is_greedy, weights=prompt.weights))
-    turns = [x for x in requests if x.max_new_tokens > 0]
+    sizes: list[int] = []
+
+    def turns_of(prompts: Sequence[PromptRequest]) -> list[TurnRequest]:
+        begin = len(requests)
+        for prompt in prompts:
+            tokens = checked_tokens(prompt.tokens, "prompt", vocabulary, longest).tolist()
+            count, room = len(tokens), longest - len(tokens) if longest else UNKNOWN_ROOM
+            if room < 1 and not may_be_full:
+                raise ConfigError(f"prompt has {count} tokens: the model reads {longest}, which leaves no response.")
+            limit = room if options.max_new_tokens is None else min(room, options.max_new_tokens)
+            of_prompt, step = derive_seed(0, *tokens) % 2**31, derive_seed(0, *prompt.noise) // 2
+            for index in range(prompt.num_samples):
+                key = of_prompt, index, NO_TURN, limit, step
+                requests.append(
+                    TurnRequest(len(requests), tokens, *key, greedy=not options.temperature, weights=prompt.weights)
+                )
+            sizes.append(prompt.num_samples)
+        return [x for x in requests[begin:] if x.max_new_tokens > 0]
+
+    turns = turns_of(prompts)
     engine.options = dataclasses.replace(
         engine.options, temperature=options.temperature or 1.0, top_k=options.top_k, top_p=float(options.top_p),
         max_new_tokens=max((x.max_new_tokens for x in turns), default=1),
@@ -118,18 +128,20 @@ def sample(
     is_hf = isinstance(engine, HFEngine)
     engine.stop_ids = torch.tensor(stops, dtype=torch.int64, device=engine.device) if is_hf else stops
     limits = TurnLimits(max((len(x.tokens) + x.max_new_tokens for x in turns), default=1), is_single=not texts)
-    found = _generate(engine, limits, turns, tokenizer, texts) if turns else {}
+    found = _generate(engine, limits, turns, lambda: turns_of(late()), tokenizer, texts) if turns else {}
     empty = Sample([], [], False)
     samples = iter([_cut(found[x.episode], tokenizer, texts) if x.episode in found else empty for x in requests])
-    return [[next(samples) for _ in range(prompt.num_samples)] for prompt in prompts]
+    return [[next(samples) for _ in range(size)] for size in sizes]
 
 
 def _generate(
-    engine: RolloutEngine, limits: TurnLimits, requests: Sequence[TurnRequest], tokenizer: Any, texts: Sequence[str]
-) -> dict[int, TurnResult]:
+    engine: RolloutEngine, limits: TurnLimits, requests: Sequence[TurnRequest],
+    late: Callable[[], list[TurnRequest]], tokenizer: Any, texts: Sequence[str],
+) -> dict[int, TurnResult]:  # fmt: skip
     found: dict[int, TurnResult] = {}
-    tail_tokens = max(map(len, texts), default=0) + 4  # a token has a character, but for the few of a split one
+    tail_tokens = max((len(text.encode()) for text in texts), default=0) + 4  # a token has a byte, but for added ones
     turns = engine.turns(limits)
+    turns.late = lambda: () if found else late()
     try:
         for request in requests:
             turns.add(request)
@@ -158,9 +170,3 @@ def _cut(result: TurnResult, tokenizer: Any, texts: Sequence[str]) -> Sample:
         return Sample(result.tokens, result.log_probs, result.is_complete)
     end = bisect.bisect_left(range(whole), True, key=has_stop)  # the text grows with the tokens
     return Sample(result.tokens[:end], result.log_probs[:end], True)
-
-
-def _number(*parts: object) -> int:
-    """A number below 2^62 for a name, equal in every process."""
-    text = "/".join(map(str, parts)).encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 2

@@ -71,7 +71,6 @@ def write(
     out = require_unused(disk, directory)
     with atomic_directory(disk, out, f"saving to {out}") as staged, quiet_transformers():
         base.model.peft_config[name].save_pretrained(staged)
-        base.tokenizer.save_pretrained(staged)
         for file, tensors in ((ADAPTER, base.weights(name)), (OPTIMIZER, optimizer)):
             if tensors is not None:
                 content = {key: x.detach().cpu().contiguous() for key, x in sorted(tensors.items())}

@@ -10,7 +10,6 @@ means changes at once when it is saved again. What a client has not saved ends w
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import functools
 import logging
@@ -23,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from tinker import types
 from torch import Tensor
 
@@ -31,7 +31,7 @@ from verl.models.lora import LoRA
 from verl.service import saved
 from verl.service.adapters import BASE, BaseModel
 from verl.service.data import TARGETS, Datum, checked_tokens, loss_rows
-from verl.service.jobs import MAX_ADAPTERS, Jobs, SampleWork
+from verl.service.jobs import MAX_ADAPTERS, Jobs, Late, SampleWork
 from verl.service.losses import LOSSES
 from verl.service.sampling import UNKNOWN_ROOM, PromptRequest, Sample, SamplingOptions, sample
 from verl.service.session import TrainingSession
@@ -43,6 +43,7 @@ from verl.utils.external_input import checked_name
 _log = logging.getLogger(__name__)
 
 SESSION_TIMEOUT_S = 600.0  # without a sign of life of a client, which sends one every 10 s
+URL_S = 3600  # that files can be downloaded by the URLs of a request
 MAX_MODELS = 64
 RESIDENT_SAMPLERS = MAX_ADAPTERS  # adapters in memory that are sampled from; others are read from disk when needed
 KEPT_SNAPSHOTS = 64  # of each model
@@ -67,17 +68,22 @@ class Model:
     name: str
     session: TrainingSession
     begun_at: float = field(default_factory=time.monotonic)
-    snapshots: list[Path] = field(default_factory=list)
     failed: str | None = None
 
 
 @dataclass(frozen=True)
 class Sampler:
-    """A sampling session, on a saved adapter or on the base model."""
+    """A sampling session, on a saved adapter or on the base model.
 
-    number: int
+    Attributes:
+        noise: name of its noise: steps that the adapter had made, -1 for the base model, and the number of the client's
+            earlier sessions with as many. So a loop that continues from a checkpoint has the noise of one that was not
+            interrupted.
+    """
+
     directory: Path | None
     address: str | None
+    noise: tuple[int, int]
 
 
 @dataclass
@@ -109,6 +115,7 @@ class TrainingService:
         self.downloads = Path(self._scratch.name, "downloads")
         self.downloads.mkdir()
         self._resident: dict[Path, tuple[str, LoRA]] = {}  # frozen adapters; the last one was used last
+        self._snapshots: dict[Path, Model] = {}  # likewise
         self.jobs = Jobs(self._sample_batch)
 
     # Clients
@@ -147,17 +154,19 @@ class TrainingService:
 
         def free() -> None:
             for model in client.models.values():
-                for path in model.snapshots:
-                    self._drop(path)
+                self._drop_snapshots(model, 0)
                 model.session.close()
 
         self.jobs.run(free)
 
     def sweep(self) -> None:
-        """End sessions whose clients have gone, and drop old results."""
+        """End sessions whose clients have gone, and drop old results and downloads."""
         for name, client in [*self.clients.items()]:
             if client.seen_at < time.monotonic() - SESSION_TIMEOUT_S:
                 self.end_client(name)
+        for link in self.downloads.iterdir():
+            if link.lstat().st_mtime < time.time() - URL_S:
+                link.unlink(missing_ok=True)
         self.jobs.sweep()
 
     def close(self) -> None:
@@ -167,9 +176,11 @@ class TrainingService:
 
     # Models
 
-    def check_base(self, name: str | None) -> None:
+    def check_base(self, name: str | None, optimizer: types.OptimizerConfig | None = None) -> None:
         if name is not None and name not in self.names:
             raise ConfigError(f"base_model is {name[:200]!r}: this service has {', '.join(self.names)}.")
+        if optimizer is not None and optimizer.type != "adamw":
+            raise ConfigError(f"optimizer_config.type is {optimizer.type!r}: this service has adamw.")
 
     def create_model(
         self, client_id: str, number: int, lora: LoRA | None, seed: int = 0, address: str = "", optimizer: bool = False
@@ -192,12 +203,13 @@ class TrainingService:
                 raise ConfigError(f"{MAX_MODELS} models are in training: end a session first.")
             chosen = lora if directory is None else saved.read_record(directory).adapter
             session = TrainingSession(self.base, seed=seed, lora=chosen)
-            with contextlib.ExitStack() as if_it_fails:
-                if_it_fails.callback(session.close)
+            try:
                 if directory is not None:
                     session.load(directory, optimizer)
                 self.client(client_id).models[name] = Model(name, session)
-                if_it_fails.pop_all()
+            except BaseException:
+                session.close()
+                raise
             return answer
 
         return self.jobs.submit(name, client_id, work)
@@ -255,10 +267,9 @@ class TrainingService:
         """
         directory = Path(self._scratch.name) / uuid.uuid4().hex
         model.session.save(directory, optimizer=False)
-        model.snapshots.append(directory)
-        while len(model.snapshots) > KEPT_SNAPSHOTS:
-            self._drop(model.snapshots.pop(0))
-        return self._add_sampler(model.name.partition(":")[0], Sampler(number, directory, None))
+        self._snapshots[directory] = model
+        self._drop_snapshots(model, KEPT_SNAPSHOTS)
+        return self._add_sampler(model.name.partition(":")[0], number, directory, None)
 
     def run_directory(self, name: str) -> Path:
         """The directory of a model: its id, without what is not in names of files."""
@@ -298,6 +309,12 @@ class TrainingService:
         self._link(address).unlink()
         self.jobs.run(lambda: self._drop(directory))
 
+    def _drop_snapshots(self, model: Model, num_kept: int) -> None:
+        of_model = [directory for directory, owner in self._snapshots.items() if owner is model]
+        for directory in of_model[: max(0, len(of_model) - num_kept)]:
+            del self._snapshots[directory]
+            self._drop(directory)
+
     def _drop(self, directory: Path) -> None:
         """Remove saved weights, in the thread that computes."""
         if (found := self._resident.pop(directory, None)) is not None:
@@ -308,11 +325,14 @@ class TrainingService:
 
     def create_sampler(self, client: str, number: int, address: str | None) -> str:
         """A sampling session on a saved adapter, or on the base model; returns its id."""
-        return self._add_sampler(client, Sampler(number, None if address is None else self.saved_at(address), address))
+        return self._add_sampler(client, number, None if address is None else self.saved_at(address), address)
 
-    def _add_sampler(self, client: str, sampler: Sampler) -> str:
-        name = f"{client}:sample:{sampler.number}"
-        self.client(client).samplers[name] = sampler
+    def _add_sampler(self, client: str, number: int, directory: Path | None, address: str | None) -> str:
+        name, known = f"{client}:sample:{number}", self.client(client).samplers
+        if name not in known:
+            updates = -1 if directory is None else saved.read_record(directory).updates
+            alike = sum(sampler.noise[0] == updates for sampler in [*known.values()])
+            known[name] = Sampler(directory, address, (updates, alike))
         return name
 
     def sample(self, request: types.SampleRequest) -> str:
@@ -324,6 +344,8 @@ class TrainingService:
         """
         name, params, base = request.sampling_session_id or "", request.sampling_params, self.base
         sampler, tokens, count = self.sampler(name), request.prompt.to_ints(), request.num_samples
+        if request.seq_id is None:
+            raise ConfigError("seq_id is missing: requests of a sampling session are numbered.")
         with faults_below("sampling_params"):
             options = SamplingOptions(
                 max_new_tokens=params.max_tokens, temperature=params.temperature, top_k=max(params.top_k, 0),
@@ -346,23 +368,25 @@ class TrainingService:
                 raise ConfigError(f"{path} is {value}: must lie between {low} and {high}.")
         if len(tokens) == base.longest and not (request.prompt_logprobs or topk[0] or targets is not None):
             raise ConfigError(f"prompt has {len(tokens)} tokens, as many as the model reads: it leaves no response.")
-        noise = (self.seed, sampler.number, request.seq_id) if params.seed is None else (params.seed,)
+        noise = (self.seed, *sampler.noise, request.seq_id) if params.seed is None else (params.seed,)
         job_id, kind = f"{name}:{request.seq_id}", (options, None if base.mixes else sampler.directory)
         work = SampleWork(kind if self._joins else job_id, sampler.directory, count, request, options, noise)
         return self.jobs.submit(job_id, name.partition(":")[0], work)
 
-    def _sample_batch(self, works: Sequence[SampleWork]) -> list[bytes]:
+    def _sample_batch(self, begun: Sequence[SampleWork], late: Late) -> list[bytes]:
         """Samples of requests that sample alike, of up to `MAX_ADAPTERS` adapters, in the thread that computes."""
-        base, names = self.base, {work.adapter: self._resident_adapter(work.adapter) for work in works}
-        prompts = [
-            PromptRequest(
-                work.request.prompt.to_ints(), work.num_samples, work.noise,
-                (names[work.adapter] or BASE) if len(names) > 1 else "",
-            )
-            for work in works
-        ]  # fmt: skip
+        base, names = self.base, {work.adapter: self._resident_adapter(work.adapter) for work in begun}
+        works: list[SampleWork] = []
+
+        def prompts_of(new: Sequence[SampleWork]) -> list[PromptRequest]:
+            works.extend(new)
+            of_each = [(names[x.adapter] or BASE) if len(names) > 1 else "" for x in new]
+            rows = zip(new, of_each, strict=True)
+            return [PromptRequest(x.request.prompt.to_ints(), x.num_samples, x.noise, name) for x, name in rows]
+
+        prompts, options = prompts_of(begun), begun[0].options
         with base.sampling_from(*names.values()) as engine:
-            samples = sample(engine, base.tokenizer, prompts, works[0].options, base.longest, may_be_full=True)
+            samples = sample(engine, base.tokenizer, prompts, options, base.longest, True, lambda: prompts_of(late()))
         found = zip(works, samples, strict=True)
         return [self._answer(work.request, of_work, names[work.adapter]) for work, of_work in found]
 
@@ -371,10 +395,13 @@ class TrainingService:
         prompt, top_k = request.prompt.to_ints(), request.topk_sample_logprobs
         of_samples, of_prompt = [dict[str, Tensor]()] * len(samples), dict[str, Tensor]()
         if top_k:
-            rows = [self._scores(adapter, prompt + one.tokens, top_k) for one in samples]
+            temperature = request.sampling_params.temperature or 1.0  # as the log-probs of the samples
+            rows = [self._scores(adapter, prompt + one.tokens, top_k, temperature=temperature) for one in samples]
             of_samples = [{name: x[len(prompt) - 1 :] for name, x in row.items()} for row in rows]
-        if len(prompt) > 1 and (request.prompt_logprobs or request.topk_prompt_logprobs):
-            of_prompt = self._scores(adapter, prompt, request.topk_prompt_logprobs)
+        if request.prompt_logprobs or request.topk_prompt_logprobs:
+            of_prompt["log_probs"] = torch.zeros(0)  # nothing precedes the first token
+            if len(prompt) > 1:
+                of_prompt = self._scores(adapter, prompt, request.topk_prompt_logprobs)
         if (asked := request.target_prompt_logprobs) is not None:
             targets = asked.to_torch(pad_value=-1)
             chosen = self._scores(adapter, prompt, 0, targets.clamp_min(0))["log_probs"]
@@ -382,23 +409,25 @@ class TrainingService:
         return sample_response(request, samples, of_samples, of_prompt)
 
     def _scores(
-        self, adapter: str | None, tokens: Sequence[int], top_k: int, targets: Tensor | None = None
+        self, adapter: str | None, tokens: Sequence[int], top_k: int, targets: Tensor | None = None, **options: float
     ) -> dict[str, Tensor]:
         base, datum = self.base, Datum(tokens[:-1], {TARGETS: tokens[1:] if targets is None else targets})
         rows = loss_rows([datum], LOSSES["cross_entropy"], {}, base.vocabulary, base.longest)
         with base.sampling_from(adapter):
-            found = base.scorer.infer(rows.batch, functools.partial(rows.scores, base.head, top_k=top_k))
+            found = base.scorer.infer(rows.batch, functools.partial(rows.scores, base.head, top_k=top_k, **options))
         return {name: x[0] for name, x in found.items()}
 
     def _resident_adapter(self, directory: Path | None) -> str | None:
         """The name of the frozen adapter of a directory, read if it is not in memory; None for the base model."""
         if directory is None:
             return None
+        if (model := self._snapshots.pop(directory, None)) is not None:
+            self._snapshots[directory] = model
         if (found := self._resident.pop(directory, None)) is None:
             if not directory.is_dir():
                 raise ConfigError(
-                    f"the weights of this sampler are gone: a model keeps its last {KEPT_SNAPSHOTS} snapshots without "
-                    "a name, and others until they are deleted."
+                    f"the weights of this sampler are gone: a model keeps the {KEPT_SNAPSHOTS} snapshots without a "
+                    "name that were used last, and others until they are deleted."
                 )
             record = saved.read_record(directory)
             if record.base != self.base.digest:
@@ -417,5 +446,6 @@ class TrainingService:
                 return name, lora
             self.base.remove(name)
         name = f"sampler_{uuid.uuid4().hex}"
-        self.base.add_frozen(name, lora, weights)
+        self.base.make(name, lora)
+        self.base.set_weights(name, weights)
         return name, lora

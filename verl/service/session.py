@@ -135,7 +135,8 @@ class TrainingSession:
             log_probs, at = rows.scores(self.base.head, model, micro)["log_probs"], micro.rows.cpu()
             losses = rows.losses(log_probs, at)
             for name, x in (("log_probs", log_probs), ("losses", losses)):
-                whole = found.setdefault(name, torch.zeros(rows.shape, dtype=x.dtype))
+                shape = *rows.batch["responses"].shape, *x.shape[2:]
+                whole = found.setdefault(name, torch.zeros(shape, dtype=x.dtype))
                 whole[at, : micro.response_width] = x.detach().cpu()
             return losses.sum(), {}
 
