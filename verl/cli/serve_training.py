@@ -119,10 +119,8 @@ def _serve(run: Any, host: str, port: int, directory: Path, names: list[str], ex
                 run.rollout, context,
             )  # fmt: skip
             if run.trainer.num_threads == "auto" and context.device == "cpu":
-                echo(
-                    choose_threads(int(base.core.config.get_text_config().hidden_size), actor.decided_autocast, None)
-                    or ""
-                )
+                width = int(base.core.config.get_text_config().hidden_size)
+                echo(choose_threads(width, actor.decided_autocast, None) or "")
             path = str(getattr(actor.model, "path", type(actor.model).__name__))
             service = TrainingService(base, [*names, path], directory.absolute(), run.trainer.seed, joins=not exact)
             options: Any = {"log_level": "warning", "timeout_graceful_shutdown": 5}  # clients hold requests open longer

@@ -128,18 +128,23 @@ def sample(
     is_hf = isinstance(engine, HFEngine)
     engine.stop_ids = torch.tensor(stops, dtype=torch.int64, device=engine.device) if is_hf else stops
     limits = TurnLimits(max((len(x.tokens) + x.max_new_tokens for x in turns), default=1), is_single=not texts)
-    found = _generate(engine, limits, turns, lambda: turns_of(late()), tokenizer, texts) if turns else {}
+
+    def has_stop(tokens: Sequence[int]) -> bool:
+        text = tokenizer.decode(tokens) if texts else ""
+        return any(stop in text for stop in texts)
+
+    tail = max((len(text.encode()) for text in texts), default=-4) + 4  # a token has a byte, but for added ones
+    found = _generate(engine, limits, turns, lambda: turns_of(late()), tail, has_stop) if turns else {}
     empty = Sample([], [], False)
-    samples = iter([_cut(found[x.episode], tokenizer, texts) if x.episode in found else empty for x in requests])
+    samples = iter([_cut(found[x.episode], has_stop) if x.episode in found else empty for x in requests])
     return [[next(samples) for _ in range(size)] for size in sizes]
 
 
 def _generate(
     engine: RolloutEngine, limits: TurnLimits, requests: Sequence[TurnRequest],
-    late: Callable[[], list[TurnRequest]], tokenizer: Any, texts: Sequence[str],
+    late: Callable[[], list[TurnRequest]], tail: int, has_stop: Callable[[Sequence[int]], bool],
 ) -> dict[int, TurnResult]:  # fmt: skip
     found: dict[int, TurnResult] = {}
-    tail_tokens = max((len(text.encode()) for text in texts), default=0) + 4  # a token has a byte, but for added ones
     turns = engine.turns(limits)
     turns.late = lambda: () if found else late()
     try:
@@ -149,24 +154,18 @@ def _generate(
             for result in turns.advance():
                 found[result.episode] = result
                 turns.forget(result.episode)
-            for result in turns.open_turns() if texts else ():  # a stop text ends in the last token, or ended it before
-                tail = tokenizer.decode(result.tokens[-tail_tokens:])
-                if any(text in tail for text in texts):
+            for result in turns.open_turns() if tail else ():  # a stop text ends in the last token, or ended it before
+                if has_stop(result.tokens[-tail:]):
                     turns.end(result.episode)
     finally:
         turns.close()
     return found
 
 
-def _cut(result: TurnResult, tokenizer: Any, texts: Sequence[str]) -> Sample:
+def _cut(result: TurnResult, has_stop: Callable[[Sequence[int]], bool]) -> Sample:
     """The sample of a turn, up to the end of the first stop text."""
-
-    def has_stop(num_tokens: int) -> bool:
-        text = tokenizer.decode(result.tokens[:num_tokens]) if texts else ""
-        return any(stop in text for stop in texts)
-
-    whole = len(result.tokens)
-    if not has_stop(whole):
+    if not has_stop(result.tokens):
         return Sample(result.tokens, result.log_probs, result.is_complete)
-    end = bisect.bisect_left(range(whole), True, key=has_stop)  # the text grows with the tokens
+    places = range(len(result.tokens))
+    end = bisect.bisect_left(places, True, key=lambda n: has_stop(result.tokens[:n]))  # the text grows with the tokens
     return Sample(result.tokens[:end], result.log_probs[:end], True)
