@@ -496,9 +496,10 @@ def named(plan: RunPlan) -> set[str]:
 @pytest.mark.exhaustive
 def test_what_is_advised_makes_the_phase_smaller_that_is_short():
     long = ("rollout.max_new_tokens=30", "data.max_prompt_length=30", "actor.micro_batch_tokens=99999")
-    plan = planned(*long, "checkpoint=off")
+    run = run_of("actor=tiny_scratch", "critic=none", "algorithm=grpo", "checkpoint=off", *long)
+    plan = plan_run(run, device_named("cpu"))
     assert plan.memory.peak.name == "update actor"
-    short = planned(*long, "checkpoint=off", limit=int(0.8 * plan.memory.peak.total))
+    short = plan_run(run, device_named("cpu"), limit=int(0.8 * plan.memory.peak.total))
     assert "actor.micro_batch_tokens" in named(short)
 
     plan = planned("rollout=vllm", "rollout.kv_cache_gib=32", device="h100", limit=20 * GIB)
