@@ -17,8 +17,6 @@ from verl.trainer.plan.async_plan import AsyncSetting, AsyncTimes, plan_async, s
 GRPO = ["algorithm=grpo", "critic=none", "algorithm.proximal=behaviour"]
 ASYNC_2 = ["trainer.mode=async", "trainer.max_staleness=2"]
 TIMES = AsyncTimes(token_s=lambda rows: 1.0, slots=99, train_s=10.0)
-
-
 EIGHT = f"trainer.placement.devices=[{','.join(f'cuda:{n}' for n in range(8))}]"
 
 
