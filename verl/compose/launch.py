@@ -199,7 +199,7 @@ def _run_hydra(root: str, main: Callable[[RunStart], Any], faults: Sequence[str]
     except (HydraException, OmegaConfBaseException) as error:  # composition failed
         raise ConfigError([*faults, composition_fault(root, error)]) from error
     except (OSError, AssertionError, TypeError, ValueError, RecursionError, YAMLError) as error:
-        if is_composed:
+        if is_composed or isinstance(error, BrokenPipeError):  # the latter: nobody reads what is shown
             raise
         said = _of_run_directory(error) if isinstance(error, OSError) else composition_fault(root, error)
         raise ConfigError([*faults, said]) from (None if isinstance(error, RecursionError) else error)
