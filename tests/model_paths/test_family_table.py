@@ -183,12 +183,22 @@ def test_rows_beyond_the_positions_that_a_model_has_are_refused_before_it_is_cal
     assert check.tail_for(model, 40) == 0 < check.tail_for(model, 30)
 
 
-def test_a_build_of_the_tried_versions_is_one_of_them(monkeypatch, caplog):
-    model = TinyModel(hidden_size=32, intermediate_size=64).load_causal_lm("cpu")
+def test_other_versions_than_the_tried_ones_are_told_once_and_a_build_is_no_other_version(monkeypatch, caplog):
+    models = [TinyModel(hidden_size=32, intermediate_size=64).load_causal_lm("cpu") for _ in range(2)]
     tried = check.family_table().versions
-    for build, is_told in (("+cpu", False), (".1", True)):
-        caplog.clear()
+    check._tell_versions.cache_clear()
+    for build, num_told in (("+cpu", 0), (".1", 1)):
         monkeypatch.setattr(check, "installed", lambda name, build=build: tried[name] + build)
         with caplog.at_level("INFO"):
-            check._tell(model, check.finding_for(model))
-        assert ("the checks of the first batch stand alone" in caplog.text) is is_told
+            for model in models:
+                check.forget(model)
+                check.finding_for(model)
+        assert caplog.text.count(f"torch {tried['torch']}.1") == num_told
+
+
+def test_a_save_does_not_change_the_finding_for_a_model(tmp_path):
+    model = TinyModel(hidden_size=32, intermediate_size=64).load_causal_lm("cpu")
+    finding = check.finding_for(model)
+    model.save_pretrained(tmp_path)
+    assert model.config.architectures
+    assert check.finding_for(model) is finding

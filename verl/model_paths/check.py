@@ -11,6 +11,7 @@ rows of a batch (`chosen_rows`), by the distance of the results (`row_gaps`).
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -277,15 +278,10 @@ def _states(model: Any, ids: Tensor) -> Tensor:
 
 
 def _tell(model: Any, finding: PathFinding) -> None:
-    """Log once which execution paths are not used for a model."""
+    """Log which execution paths are not used for a model."""
     kind, paths = type(model).__name__, finding.paths
     # Without the build suffix, such as +cpu
-    versions = {name: str(installed(name)).partition("+")[0] for name in family_table().versions}
-    if versions != family_table().versions:
-        _log.info(
-            "Execution paths of %s were tried with %s, and %s is installed: the checks of the first batch stand alone.",
-            kind, _in_words(family_table().versions), _in_words(versions),
-        )  # fmt: skip
+    _tell_versions(**{name: str(installed(name)).partition("+")[0] for name in family_table().versions})
     slow = []
     if paths.scoring in ("right_padded", "equal_lengths") or paths.reasons:
         slow.append(f"rows are scored as {paths.scoring.replace('_', ' ')} batches")
@@ -297,6 +293,17 @@ def _tell(model: Any, finding: PathFinding) -> None:
         slow.append("it is trained in evaluation mode, without gradient checkpointing")
     if slow and finding.refusal is None:
         _log.warning("%s takes a plain path: %s. %s", kind, "; ".join(slow), "".join(f"{r}." for r in paths.reasons))
+
+
+@functools.cache
+def _tell_versions(**versions: str) -> None:
+    """Log once in a process that the table of families was made with other versions of its packages."""
+    tried = family_table().versions
+    if versions != tried:
+        _log.info(
+            "Execution paths of models were tried with %s; installed: %s. No effect if the first batch agrees with "
+            "plain forward passes, which every run checks.", _in_words(tried), _in_words(versions),
+        )  # fmt: skip
 
 
 def _in_words(versions: Mapping[str, str]) -> str:
