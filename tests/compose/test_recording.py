@@ -54,6 +54,7 @@ def test_a_run_opens_with_what_differs_from_the_defaults_and_where_it_writes():
     assert lines[0].endswith("writes to outputs/verl/ppo/now")
     assert any(line.split() == ["algorithm=grpo", "was", "ppo"] for line in lines)
     assert any(line.split() == ["trainer.seed=7", "was", "0"] for line in lines)
+    assert any(line.split() == ["actor.sharding=none", "was", "null"] for line in lines)
     assert any(line.split()[0] == "actor.lora=LoRA(rank=8)" for line in lines)
     assert any(line.split()[0] == "actor.optimizer.lr=0.5" for line in lines)
     assert not any("advantage" in line for line in lines)  # comes with the option

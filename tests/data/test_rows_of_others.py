@@ -11,7 +11,7 @@ from refusals import refusal
 from verl.component import BuildContext
 from verl.data.base import PreferenceOptions
 from verl.data.chat_template import _tell_of_template
-from verl.data.files import PromptFiles
+from verl.data.files import EvaluatedPrompts, PromptFiles
 from verl.data.preference_dataset import PreferenceDataset
 from verl.data.readers import RowErrors
 from verl.data.rlhf_dataset import RLHFDataset
@@ -200,15 +200,16 @@ def test_text_prompts_beside_a_chat_template_are_told_once_and_rendered_ones_are
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1="}\n')
     files = (str(tmp_path / "rows.jsonl"),)
 
-    def told(prompt, template):
+    def told(prompt, template, kind=PromptFiles):
         caplog.clear()
         _tell_of_template.cache_clear()
         (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": prompt}) + "\n")
         tokenizer = character_tokenizer()
         tokenizer.chat_template = template
         with caplog.at_level(logging.WARNING):
-            PromptFiles(train_files=files, eval_files=files).build(BuildContext(tokenizer=tokenizer))
+            kind(train_files=files, eval_files=files).build(BuildContext(tokenizer=tokenizer))
         return caplog.text.count("chat template")
 
     assert told("1+1=", TEMPLATE) == 1
     assert told("1+1=", None) == told([USER], TEMPLATE) == told("1+1=<eos>", TEMPLATE) == 0
+    assert told("1+1=", TEMPLATE, EvaluatedPrompts) == 0  # where they are wanted

@@ -167,7 +167,7 @@ def differences(config: DictConfig, root: str, choices: Mapping[str, str | None]
         value, former = _at(now, path), _at(before, path)
         if value != former:
             changed[".".join(path)] = value, former
-    return changed
+    return {path.rpartition("@")[2]: values for path, values in changed.items()}  # no group before @
 
 
 def _differing(node: Any, other: Any, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:

@@ -201,7 +201,7 @@ def render_prompts(rows: DataRows, key: str, chat: ChatTemplate, bad: RowErrors)
             bad.add(f"{key} at {rows.location(index)}: {error}")
             texts[index] = expanded[index] = ""
     is_rendered = any(token.strip() and token in "".join(texts[:1]) for token in chat.tokenizer.all_special_tokens)
-    if rows.locations is not None and chat.source is not None and not any(is_chat) and not is_rendered:  # rows of files
+    if rows.sources is not None and chat.source is not None and not any(is_chat) and not is_rendered:  # rows of files
         _tell_of_template(key)
     tokens = _tokens(expanded, is_chat, chat.tokenizer)
     for index, (text, ids) in enumerate(zip(texts, tokens, strict=True)):

@@ -95,7 +95,9 @@ class EvaluatedPrompts(PromptFiles):
     def build(self, context: BuildContext) -> DataSplits:
         def dataset(rows: DataRows, tokenizer: Any, *arguments: Any) -> RLHFDataset:
             key, rows = self.prompt_key, with_chats(rows, self.prompt_key)
-            if self.as_chats and (self.chat_template or getattr(tokenizer, "chat_template", None)):
+            if not self.as_chats:
+                rows = replace(rows, sources=None)  # texts on purpose: they are not reported
+            elif self.chat_template or getattr(tokenizer, "chat_template", None):
                 values = [
                     {**row, key: [{"role": "user", "content": row[key]}]} if isinstance(row.get(key), str) else row
                     for row in rows.values

@@ -13,7 +13,6 @@ from __future__ import annotations
 import copy
 import functools
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -207,9 +206,8 @@ def _own_cache_is_right(model: Any) -> bool:
         steps += [reader.read(token[None]).logits[0] for token in row[prompt:-1]]
     except Exception:  # noqa: BLE001 - whatever a model's own code has against it
         return False
-    return _distance(_states(model, row[None])[0, prompt - 1 : -1].double(), torch.stack(steps).double()) <= (
-        _tolerance(model)
-    )
+    expected = _states(model, row[None])[0, prompt - 1 : -1].double()
+    return _distance(expected, torch.stack(steps).double()) <= _tolerance(model)
 
 
 def _random_row(model: Any, tokens: int) -> Tensor:
@@ -298,16 +296,9 @@ def _tell(model: Any, finding: PathFinding) -> None:
 @functools.cache
 def _tell_versions(**versions: str) -> None:
     """Log once in a process that the table of families was made with other versions of its packages."""
-    tried = family_table().versions
-    if versions != tried:
-        _log.info(
-            "Execution paths of models were tried with %s; installed: %s. No effect if the first batch agrees with "
-            "plain forward passes, which every run checks.", _in_words(tried), _in_words(versions),
-        )  # fmt: skip
-
-
-def _in_words(versions: Mapping[str, str]) -> str:
-    return ", ".join(f"{name} {version}" for name, version in versions.items())
+    if versions != (tried := family_table().versions):
+        text = "Execution paths were tried with %s; installed: %s. No effect if the first batch passes its checks."
+        _log.info(text, *[", ".join(map(" ".join, x.items())) for x in (tried, versions)])
 
 
 def _too_long(limit: tuple[str, int] | None, row_tokens: int) -> str | None:

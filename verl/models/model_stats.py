@@ -147,12 +147,9 @@ def model_stats(
 
 
 def settings_text(config: Any) -> str:
-    """The settings of a Hugging Face configuration, to compare it; a tenth of the time that its JSON takes.
-
-    The same before and after a save: `save_pretrained` sets `architectures` and writes `dtype` as text.
-    """
-    settings = {name: x for name, x in vars(config).items() if not name.startswith("_") and name != "architectures"}
-    return repr(settings | {"dtype": str(settings.get("dtype")).removeprefix("torch.")})
+    """The settings of a Hugging Face configuration, to compare it before and after a save; less time than JSON."""
+    names = [name for name in vars(config) if not name.startswith("_") and name != "architectures"]
+    return repr([(name, str(vars(config)[name]).removeprefix("torch.")) for name in names])
 
 
 _counted: dict[tuple[Any, ...], ModelStats] = {}  # a plan needs the same model many times
