@@ -138,7 +138,7 @@ def test_answers_are_found_in_the_tokens_of_a_byte_level_tokenizer():
 
 def test_a_chat_that_ends_with_the_assistant_is_refused_since_its_answer_would_stand_in_the_prompt():
     chats = [{"prompt": [USER]}, {"prompt": [USER, ANSWER]}]
-    with refusal("the", value="row 1"):
+    with refusal("final_assistant", value="row 1"):
         prompts(chats)
     assert [row["prompt_ids"] for row in prompts(chats, on_bad_row="skip")] == [0]
 
@@ -165,8 +165,8 @@ ANSWERED = {"prompt": [USER, ANSWER], "answer": "3"}
 test_what_no_template_can_make_a_row_of_is_refused = refused(
     ("chat_template", None, lambda: RLHFDataset.from_rows([{"prompt": "1"}], no_template(), {"system_prompt": "Add."})),
     ("chat_template", "row 0", lambda: RLHFDataset.from_rows([{"prompt": [USER]}], no_template())),
-    ("row", 1, lambda: conversations([USER, ANSWER], [USER])),
-    ("row", 1, lambda: conversations([USER, ANSWER], [USER], chat_template=MARKED)),
+    ("messages", "row 1", lambda: conversations([USER, ANSWER], [USER])),
+    ("messages", "row 1", lambda: conversations([USER, ANSWER], [USER], chat_template=MARKED)),
     ("max_length", 5, lambda: conversations([USER, ANSWER], max_length=5, truncation="right")),
     ("final_assistant", "answer", lambda: prompts([ANSWERED], final_assistant="answer")),
 )

@@ -201,7 +201,7 @@ def render_prompts(rows: DataRows, key: str, chat: ChatTemplate, bad: RowErrors)
             bad.add(f"{key} at {rows.location(index)}: {error}")
             texts[index] = expanded[index] = ""
     is_rendered = any(token.strip() and token in "".join(texts[:1]) for token in chat.tokenizer.all_special_tokens)
-    if rows.sources is not None and chat.source is not None and not any(is_chat) and not is_rendered:  # rows of files
+    if rows.sources and chat.source is not None and any(texts) and not any(is_chat) and not is_rendered:
         _tell_of_template(key)
     tokens = _tokens(expanded, is_chat, chat.tokenizer)
     for index, (text, ids) in enumerate(zip(texts, tokens, strict=True)):
@@ -329,10 +329,8 @@ def _ends_with_assistant(prompt: Any) -> TypeGuard[Sequence[Any]]:
 def _rendered(messages: Messages, chat: ChatTemplate, location: str, tools: Any) -> tuple[str, str | None]:
     """(text of a chat, None), or an empty text and the reason."""
     if _ends_with_assistant(messages):
-        return "", (
-            f"the chat at {location} ends with an assistant message, which would be part of the prompt and may be the "
-            "answer. Set final_assistant to drop, or to answer to move it to the column answer"
-        )
+        seen = f"final_assistant is 'error': the chat at {location} ends with a message of the assistant, perhaps the answer"
+        return "", f"{seen}. Set it to drop, or to answer to move the message to the column answer"
     try:
         return chat.render(messages, location, reply_follows=True, tools=tools), None
     except ConfigError as error:
@@ -404,14 +402,14 @@ def conversation_tokens(
     """
     messages = chat.with_system(messages)
     if not any(message["role"] == "assistant" for message in messages):
-        raise ConfigError(f"{location} has no message of the role assistant: there is nothing to learn.")
+        raise ConfigError(f"messages at {location} have none of the role assistant: there is nothing to learn.")
     if GENERATION_BLOCK.search(chat.source or "") and not images:
         return *_by_template(chat, messages, location, tools), ""
     whole = chat.render(messages, location, reply_follows=False, tools=tools)
     try:
         text = chat.images.expanded(whole, images)
     except BadImage as error:
-        raise ConfigError(f"{location}: {error}") from None
+        raise ConfigError(f"images at {location}: {error}") from None
 
     def rendered(turns: int, reply_follows: bool) -> str:
         start = chat.render(messages[:turns], location, reply_follows=reply_follows, tools=tools)

@@ -222,7 +222,7 @@ def _parsed(
             texts = _texts(row, keys, chat, options, rows.location(index), has_margins)
             texts = replace(texts, expanded=chat.images.expanded(texts.prompt, rows.images_of(index)))
         except (ConfigError, BadImage) as error:
-            bad.add(str(error) if isinstance(error, ConfigError) else f"{rows.location(index)}: {error}")
+            bad.add(str(error) if isinstance(error, ConfigError) else f"images at {rows.location(index)}: {error}")
             continue
         yield index, texts
 

@@ -257,8 +257,10 @@ def _parsed(line: bytes, number: int) -> dict[str, Any] | str:
         row = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         return f"line {number} is not UTF-8 text ({error})"
-    except (json.JSONDecodeError, RecursionError) as error:
-        return f"line {number} is not valid JSON ({error})"
+    except json.JSONDecodeError as error:
+        return f"line {number} is not valid JSON ({error.msg} at character {error.pos + 1})"
+    except RecursionError:
+        return f"line {number} is nested too deeply"
     if isinstance(row, dict):
         return row
     return f"line {number} holds {line.decode('utf-8').strip()[:40]!r}, expected a JSON object"
