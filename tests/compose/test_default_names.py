@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from omegaconf import OmegaConf
 
+from verl.compose.compose import compose_root
 from verl.compose.schema import default_experiment
 
 
@@ -23,3 +24,7 @@ from verl.compose.schema import default_experiment
 )
 def test_directories_that_every_run_has_are_no_name_of_a_model(path, name):
     assert default_experiment("grpo", OmegaConf.create({"path": path})) == name
+
+
+def test_distillation_is_named_by_what_it_is():
+    assert compose_root("ppo", ["algorithm=distill"]).trainer.experiment_name.startswith("distill_")

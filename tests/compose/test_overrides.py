@@ -9,7 +9,7 @@ from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.utils import create_config_search_path
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
+from hydra.errors import ConfigCompositionException, HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from refusals import refusal
@@ -175,7 +175,8 @@ def test_options_are_also_looked_for_in_the_directories_of_the_user(tmp_path):
         assert run.reward.min_tokens == 2
         assert "mine?" in command_line("ppo", [argument, "reward=mien"])[1].faults[0]
     assert command_line("ppo", ["reward=mine"])[1].faults
-    assert "nowhere" in command_line("ppo", ["--config-dir=nowhere", "reward=mine"])[1].faults[0]
+    with refusal("--config-dir", value="nowhere"):
+        command_line("ppo", ["--config-dir=nowhere", "reward=mine"])
 
 
 def test_a_file_of_options_that_is_not_yaml_is_named_with_the_line(tmp_path):
@@ -187,6 +188,10 @@ def test_a_file_of_options_that_is_not_yaml_is_named_with_the_line(tmp_path):
     said = composition_fault("ppo", failed.value)
     assert "broken.yaml" in said
     assert "line 3" in said
+    (tmp_path / "experiment/broken.yaml").write_text("trainer: {}\n")
+    with pytest.raises(ConfigCompositionException) as failed:
+        compose_root("ppo", arguments[1:])
+    assert composition_fault("ppo", failed.value).startswith("experiment/broken.yaml lacks the line `# @package")
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+import sys
 
 import pytest
 from omegaconf import OmegaConf
@@ -50,6 +51,13 @@ def test_what_is_not_there_is_refused_by_its_key_before_anything_is_trained(path
     with refusal(path, value=value, varies="address" in path):  # it tells of a token of Ray, if there is one
         refuse_here(validate(config), BuildContext())
     assert not [*tmp_path.iterdir()]
+
+
+def test_a_run_with_ray_is_planned_where_ray_is_not_installed_and_refused_before_it_starts(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    run = validate(compose_root("ppo", ["trainer=ray"]))
+    with refusal("trainer.placement.address", value="Ray"):
+        refuse_here(run)
 
 
 def test_another_training_is_refused_by_its_keys_before_anything_is_built(model32, tmp_path):

@@ -14,6 +14,7 @@ from textwrap import dedent
 import pytest
 from cases import exhaustive
 from cluster.processes_of import wait_until_gone
+from refusals import refusal
 from rewards import rated
 
 from verl.component import BuildContext
@@ -315,7 +316,7 @@ def test_a_module_that_only_the_worker_cannot_import_is_named(tmp_path):
         "import sys\nassert 'torch' in sys.modules, 'not here'\ndef score(prompt, response): return 1\n"
     )
     described = RewardFunction(path=f"{tmp_path / 'rule.py'}:score", per_sample=True)
-    with pytest.raises(RewardError, match="a worker process could not import it: .*not here"):
+    with refusal("path", value="not here"):
         described.build(BuildContext())
 
 

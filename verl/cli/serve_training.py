@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.util
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,8 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from verl.cli.console import echo, faults_reported
-from verl.component import package_fault
-from verl.errors import ConfigError
+from verl.errors import ConfigError, install_command
 
 KEY = "VERL_SERVICE_KEY"  # environment variable: what clients must give as TINKER_API_KEY
 SAMPLERS = ("HFRollout", "AutoRollout", "VLLMRollout")
@@ -53,9 +53,9 @@ def serve_training(
             raise ConfigError(f"port is {given['port']!r}: expected a number.") from None
         if not 0 <= port <= 65535:
             raise ConfigError(f"port is {port}: expected 0 to 65535.")
-        for package in ("tinker", "fastapi", "uvicorn"):
-            if fault := package_fault(package, "TrainingSession in Python"):
-                raise ConfigError(f"serve-training {fault}")
+        if missing := [x for x in ("tinker", "fastapi", "uvicorn") if importlib.util.find_spec(x) is None]:
+            hint = f"Run: {install_command('tinker')}, or use TrainingSession in Python."
+            raise ConfigError(f"serve-training needs what is not installed: {', '.join(missing)}. {hint}")
         from verl.compose.from_yaml import compose_over_default
         from verl.compose.validate import validate
 

@@ -27,6 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 from verl.component import hint, nearest
 from verl.compose.compose import compose_root, parsed_override, readable, references_above
 from verl.compose.schema import CHOOSERS, LISTS, ROOTS, VALUES, group_options, root_keys, set_own_conf_dirs
+from verl.errors import ConfigError
 
 OWN_SHARDING = ".sharding"  # of a role: a key that takes an option of the group `sharding`
 CURRICULUM = "data.curriculum"  # takes an option of the group `curriculum`
@@ -121,6 +122,8 @@ def command_line(root: str, arguments: Sequence[str]) -> tuple[list[str], Overri
     Flags, `hydra.*`, `~key` and `group@package=option` are passed unchanged.
     """
     flags, words = flags_of(arguments)
+    if flags.config_dir is not None and not os.path.isdir(flags.config_dir):
+        raise ConfigError(f"--config-dir is {flags.config_dir}: no such directory.")
     directories = [directory for directory in (flags.config_dir, flags.config_path) if directory is not None]
     directories += re.findall(r"file://([^,\]'\"]+)", " ".join(w for w in words if w.startswith("hydra.searchpath=")))
     set_own_conf_dirs(Path(directory).absolute() for directory in directories)
@@ -129,8 +132,6 @@ def command_line(root: str, arguments: Sequence[str]) -> tuple[list[str], Overri
     passed = [x for x in parsed if x.is_hydra_override() or x.package is not None or x.is_delete()]
     pairs = [(x.key_or_group, str(x.input_line).partition("=")[2]) for x in parsed if x not in passed]
     assigned = assign(root, pairs, sweeps=sweeps)
-    if flags.config_dir is not None and not os.path.isdir(flags.config_dir):
-        faults.append(f"--config-dir is {flags.config_dir}: no such directory.")
     assigned.faults = [*faults, *assigned.faults]
     chosen = {option.partition("=")[0] for option in assigned.options}
     replaced = [  # by a component, into which Hydra would merge the keys of the default option
@@ -326,4 +327,6 @@ def composition_fault(root: str, error: BaseException) -> str:
     while error is not None:
         said |= dict.fromkeys(line.strip() for line in str(error).splitlines() if line.strip())
         error = error.__cause__  # type: ignore[assignment]
-    return f"{' '.join(said).rstrip('.')}. `verl {ROOTS[root].command} --help` lists what can be chosen."
+    if lacks := re.search(r"In '((\w+)/[^']*)'.* Key '\2' not in '\w+Root'", text := " ".join(said)):
+        return f"{lacks[1]}.yaml lacks the line `# @package _global_`, so that its keys would lie below {lacks[2]}."
+    return f"{text.rstrip('.')}. `verl {ROOTS[root].command} --help` lists what can be chosen."

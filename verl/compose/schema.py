@@ -240,6 +240,8 @@ def default_experiment(algorithm: Any, model: Any) -> str:
         name = algorithm
     elif _class(algorithm, "selection") == "DynamicSampling":
         name = "dapo"
+    elif _class(algorithm, "distill"):
+        name = "distill"
     elif (loss := _class(algorithm, "policy_loss")) in _OWN_LOSSES:
         name = loss.lower()
     else:

@@ -329,7 +329,7 @@ def _ends_with_assistant(prompt: Any) -> TypeGuard[Sequence[Any]]:
 def _rendered(messages: Messages, chat: ChatTemplate, location: str, tools: Any) -> tuple[str, str | None]:
     """(text of a chat, None), or an empty text and the reason."""
     if _ends_with_assistant(messages):
-        seen = f"final_assistant is 'error': the chat at {location} ends with a message of the assistant, perhaps the answer"
+        seen = f"final_assistant is 'error': the chat at {location} ends with an assistant's message, maybe the answer"
         return "", f"{seen}. Set it to drop, or to answer to move the message to the column answer"
     try:
         return chat.render(messages, location, reply_follows=True, tools=tools), None

@@ -106,6 +106,8 @@ def completion_tokens(completions: Sequence[str], tokenizer: Any) -> list[list[i
 
 def expected_completion(completion: Any) -> str | None:
     """Description of what a value must be to be a completion; None if it is one."""
+    if isinstance(completion, list):
+        return "a text; for chats, whole conversations in one column, which messages_key names"
     return text_fault(completion) if isinstance(completion, str) and completion else "a text that is not empty"
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import PositiveFloat, PositiveInt
 
 from verl.component import Description, component
+from verl.models.model_files import quiet_transformers
 
 
 @component
@@ -58,7 +59,8 @@ class LoRA(Description):
             task_type="CAUSAL_LM" if causal_lm else "FEATURE_EXTRACTION",
         )
         try:
-            adapted = get_peft_model(model, config)
+            with quiet_transformers():  # peft reads what transformers will rename
+                adapted = get_peft_model(model, config)
         except ValueError as error:
             raise ConfigError(f"lora.target_modules is {list(self.target_modules)}: {error}") from error
         if tied := tied_adapted(adapted):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
+import warnings
 import zipfile
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
@@ -235,14 +236,15 @@ def read_model_json(file: Path) -> dict[str, Any] | None:
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Inside this context transformers prints no progress bars and no report of unused weights."""
+    """Inside this context transformers prints no progress bars, no report of unused weights, no notice of its v6."""
     from transformers.utils import logging
 
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
-        yield
+        with warnings.catch_warnings(action="ignore", category=FutureWarning):
+            yield
     finally:
         logging.set_verbosity(level)
         if bars:

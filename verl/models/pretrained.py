@@ -403,7 +403,8 @@ class Pretrained(ModelSource):
             from peft import PeftModel
 
             below = base._load(auto_class, device, **head_options(self.path, adapter))
-            return merged_model(PeftModel.from_pretrained(below, self.path)).requires_grad_(True).eval()
+            with quiet_transformers():
+                return merged_model(PeftModel.from_pretrained(below, self.path)).requires_grad_(True).eval()
 
     def _load_whole(self, auto_class: Any, device: str, absent: Sequence[str] = (), **options: Any) -> Any:
         with quiet_transformers():

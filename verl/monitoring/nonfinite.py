@@ -248,4 +248,4 @@ def _rows(rows: list[int]) -> str:
 
 
 def _at(dump: Path | None) -> str:
-    return "" if dump is None else f" The batch: {dump}"
+    return "" if dump is None else f"\n  The batch: {dump}"

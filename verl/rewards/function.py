@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, PositiveInt
 
 from verl.component import BuildContext, component
-from verl.errors import RewardError, error_text
+from verl.errors import ConfigError, RewardError, error_text
 from verl.protocol import DataProto
 from verl.protocol.provenance import Source, source_of
 from verl.protocol.user_function import Signature, own_line, path_faults, signature_of, source_signature
@@ -108,10 +108,16 @@ class RewardFunction(RewardDescription):
             return
         try:
             self.build(context).close()  # faults that only an import reveals, in a separate process
-        except RewardError as error:
-            yield f"path is {self.path!r}: {error}"
+        except ConfigError as error:
+            yield from error.faults
 
     def build(self, context: BuildContext) -> Reward:
+        try:
+            return self._started()
+        except RewardError as error:  # the function cannot be imported
+            raise ConfigError(str(error)) from error
+
+    def _started(self) -> Reward:
         if not self.per_sample:
             return ProcessReward(self.path, self.kwargs, self.call_timeout_s)
         return SampleReward(

@@ -85,6 +85,8 @@ class LoopSettings(Description):
                 "with Ray: `ray start --head` on one, `ray start --address=HEAD:6379` on the others, and "
                 f"{self.ray_option} trainer.placement.address=auto on the first (docs/scaling.md)."
             )
+        if self.placement is not None:
+            yield from (f"placement.{fault}" for fault in self.placement.machine_faults())
         if (fault := library_fault(self.cpu_matmul)) is not None:
             yield f"cpu_matmul is {self.cpu_matmul!r}: {fault}."
         if device.startswith("cuda") and (torch.device(device).index or 0) >= (count := torch.cuda.device_count()):

@@ -64,9 +64,11 @@ class RayPlacement(Placement):
     def spans_machines(self) -> bool:  # a Ray started for the run has only this machine
         return self.address is not None
 
-    def faults(self) -> Iterator[str]:
+    def machine_faults(self) -> Iterator[str]:
         if importlib.util.find_spec("ray") is None:
             yield f"address needs Ray, which is not installed. Run: {install_command('ray')}"
+
+    def faults(self) -> Iterator[str]:
         named = [role for pool in self.pools.values() for role in pool] + list(self.in_driver)
         for role in dict.fromkeys(named):
             if role not in ROLES:

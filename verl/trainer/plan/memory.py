@@ -18,6 +18,7 @@ import torch
 
 from verl.engines.parallel_degrees import ShardingCost
 from verl.engines.sharding import NoSharding
+from verl.errors import faults_below
 from verl.models.model_stats import ModelStats, model_stats, sizes_config
 from verl.ops.cpu_matmul import chosen_library, packs
 from verl.trainer.plan.activations import Activations, trace_activations
@@ -210,7 +211,9 @@ def _role_memory(run: Any, name: str, layout: RoleLayout, group: int = 0) -> Rol
     source = getattr(role, "model", None) or run.actor.model
     autocast = getattr(run.actor if name == "reference" else role, "autocast", None)  # it computes like the actor
     stored, dtype = getattr(torch, source.dtype), getattr(torch, autocast or source.dtype)
-    config, kind, trains = sizes_config(source), _HEADS.get(name, "causal_lm"), isinstance(role, TrainedRole)
+    with faults_below(f"{name}.model"):
+        config = sizes_config(source)
+    kind, trains = _HEADS.get(name, "causal_lm"), isinstance(role, TrainedRole)
     sizes = model_stats(config, kind=kind, frozen=source.freeze)
     counted = model_stats(config, role.lora, kind, source.freeze) if trains else sizes
     tokens = role.micro_batch_tokens if trains else 0
