@@ -305,7 +305,7 @@ def test_fine_tuning_skips_and_stops_likewise(dir32, tmp_path):
     lines = [line for line in steps_of(tmp_path / "skip") if "sft/loss" in line]
     assert [line.get("safety/skipped_updates") for line in lines] == [None, 1, None, None]
     assert lines[1]["sft/loss"] == "nan"
-    with pytest.raises(NonFiniteError, match=r"Step 2: sft/loss is nan.*step_2_sft"):
+    with pytest.raises(NonFiniteError, match=r"(?s)Step 2: sft/loss is nan.*step_2_sft"):
         fit(run(Monitoring(plant_nan_at=2)), tmp_path / "stop")
     (worst, *others) = read_lines(tmp_path / "stop" / "anomalies" / "step_2_sft" / "rows.jsonl")
     assert worst["text"]

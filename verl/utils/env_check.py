@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl.errors import ConfigError
+from verl.errors import ConfigError, install_command
 
 MET, MISSING, LACKING = "✓", "✗", "!"
 PYTHON = ">=3.11"
@@ -176,8 +176,8 @@ def machine() -> Iterator[CheckLine]:
     if installed("torch") is not None:
         yield CheckLine(None, f"accelerator: {accelerator()}")
         yield CheckLine(None, f"optional: vllm, for rollout=vllm: {vllm_fault(has_gpu()) or VLLM}")
-    for extra in EXTRAS:
-        yield CheckLine(None, f"optional: {extra.name} {installed(extra.name) or 'is not installed'}")
+    for name in (extra.name.replace("-", "_") for extra in EXTRAS):
+        yield CheckLine(None, f"optional: {name} {installed(name) or 'missing: ' + install_command(name)}")
 
 
 def vllm_fault(is_on_gpu: bool) -> str | None:
