@@ -244,6 +244,8 @@ def test_a_service_that_was_started_again_continues_from_what_was_saved(model32,
             "weights/second",
             "sampler_weights/second",
         ]
+        info = rest.get_weights_info_by_tinker_path(path).result()
+        assert (info.base_model, info.is_lora, info.lora_rank) == ("small", True, 4)
         rest.delete_checkpoint_from_tinker_path(path).result()
         with pytest.raises(tinker.APIStatusError, match="no such checkpoint"):
             service.create_training_client_from_state(path).result()

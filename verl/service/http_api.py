@@ -16,9 +16,9 @@ import logging
 import math
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi import APIRouter, Body, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from fastapi.staticfiles import StaticFiles
@@ -279,6 +279,11 @@ def _add_saved_weights(routes: APIRouter, service: TrainingService) -> None:
     @routes.get("/training_runs/{run}/checkpoints")
     def run_checkpoints(run: str) -> Any:
         return types.CheckpointsListResponse(checkpoints=service.checkpoints(run))
+
+    @routes.post("/weights_info")
+    def weights_info(tinker_path: Annotated[str, Body(embed=True)]) -> Any:
+        rank = saved.read_record(service.saved_at(tinker_path)).adapter.rank
+        return types.WeightsInfoResponse(base_model=service.names[0], is_lora=True, lora_rank=rank)
 
     @routes.delete(CHECKPOINT, status_code=204)
     def delete_checkpoint(run: str, kind: str, name: str) -> None:
