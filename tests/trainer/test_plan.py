@@ -550,3 +550,13 @@ def test_a_sharding_of_ones_own_says_itself_what_it_costs_and_what_makes_it_smal
     fully = replace(run, sharding=FSDP())
     offered = dict(run_plan.changes(fully, estimated(fully, "h100"), gpu))
     assert offered["sharding.cpu_offload=true"]().sharding.cpu_offload
+
+
+def test_a_model_whose_layers_cannot_be_counted_is_refused(tmp_path):
+    shape = {"model_type": "mamba", "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    words = ["plan", "actor=pretrained", f"actor.model.path={tmp_path}", "algorithm=grpo", "critic=none"]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 2
+    assert "num_attention_heads" in result.output
+    assert not result.exception or isinstance(result.exception, SystemExit)

@@ -41,7 +41,10 @@ def plan(
         directory = Path((run.checkpoint and run.checkpoint.save_dir) or ".").expanduser()
         free = None if "://" in str(directory) else workload.free_disk(directory.absolute())
         rates = workload.device_here(run.trainer.device) if device is None else workload.device_named(device)
-        found = run_plan.plan_run(run, rates, response=response_tokens, free_disk=free)
+        try:
+            found = run_plan.plan_run(run, rates, response=response_tokens, free_disk=free)
+        except AttributeError as error:  # of a configuration of transformers
+            raise ConfigError(f"{error}: verl plan counts the layers, heads and widths of a transformer.") from error
         if asynchronous:
             found = replace(found, asynchronous=_simulated(run, found, response_tokens))
     echo(json.dumps(found.to_json(), indent=2) if as_json else "\n".join(found.lines()))
