@@ -50,6 +50,8 @@ class BuildContext:
         trainer_bytes: GPU memory that the roles of the actor's process need while an engine in another process is
             awake, estimated before they load; None if unknown.
         chat_template: for prompts and observations; None for that of the tokenizer.
+        max_pixels: larger images of observations are scaled down to this many pixels; None for the limits of the
+            model's processor.
         tools: JSON schemas that chat templates write into prompts.
         prompts: returns the first chat messages of the environment's tasks, at most the given number; None without
             environment.
@@ -72,6 +74,7 @@ class BuildContext:
     row_tokens: int | None = None
     trainer_bytes: int | None = None
     chat_template: str | None = None
+    max_pixels: int | None = None
     tools: tuple[Mapping[str, Any], ...] = ()
     prompts: Callable[[int], Sequence[Any]] | None = None
     day: str = ""

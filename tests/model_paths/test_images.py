@@ -20,6 +20,7 @@ from verl.models.pretrained import Pretrained, quiet_transformers
 from verl.protocol import DataProto
 from verl.rollout.base import GenerationRequest
 from verl.rollout.hf import HFRollout
+from verl.rollout.hf_rows import SlotRows
 from verl.rollout.rows import left_padded, media_fields
 
 TOLERANCE = {"qwen3_5": 1e-4}  # its linear attention computes in float32
@@ -158,6 +159,29 @@ def test_responses_of_prompts_that_differ_in_their_image_alone_are_those_of_each
             assert torch.equal(one["responses"][row][mask], other["responses"][row][:length])
             gap = one["rollout_log_probs"][row][mask] - other["rollout_log_probs"][row][:length]
             assert gap.abs().max() < TOLERANCE.get(family, 1e-9)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "idefics3"])
+def test_stored_prompts_that_differ_in_their_image_alone_are_two(family, saved, monkeypatch):
+    stored, put = [], SlotRows._put_behind_prompts
+
+    def noted(rows, admitted):
+        found = put(rows, admitted)
+        stored.append(len(rows._prompts))
+        return found
+
+    monkeypatch.setattr(SlotRows, "_put_behind_prompts", noted)
+    path, text = saved(family), f"{PLACEHOLDERS[family]}{'how many? ' * 8}"
+    actor = start_actor(source(path), HFRollout(max_new_tokens=5))
+    rows = sampled(actor, batch_of(actor.tokenizer, [(text, [picture(1)]), (text, [picture(2)])]))
+    assert stored[0] == 2
+    model, compared = plain_model(path), 0
+    for row in range(len(rows)):
+        mask = rows["response_mask"][row]
+        if not bool((rows["responses"][row][mask] == model.config.image_token_id).any()):
+            assert (rows["rollout_log_probs"][row][mask] - plain_log_probs(model, rows, row)).abs().max() < 1e-9
+            compared += 1
+    assert compared > 3
 
 
 def test_an_image_token_that_the_policy_has_sampled_is_a_token_like_others(saved):

@@ -11,7 +11,8 @@ from replay.rows_here import scored_rows
 
 from verl.errors import DataProtoValidationError
 from verl.protocol import DataProto
-from verl.replay.arrow_rows import DeviceRows, SelectedRows, rows_from_arrow, rows_to_arrow
+from verl.protocol.ragged import Ragged
+from verl.replay.arrow_rows import DeviceRows, SelectedRows, copied, rows_from_arrow, rows_to_arrow
 
 KEPT = (
     "prompts", "prompt_mask", "prompt_ids", "sample_ids", "responses", "response_mask", "input_ids", "attention_mask",
@@ -114,3 +115,31 @@ def test_a_column_changed_to_what_is_no_json_value_is_refused_by_name():
     batch.non_tensor_batch["column"][1].append(b"bytes")
     with refusal(value="row 1", kind=DataProtoValidationError):
         packed(batch)
+
+
+def test_images_come_back_with_their_rows_and_samples_of_a_prompt_share_them():
+    pixels = [torch.arange(6.0).reshape(2, 3), torch.zeros(0, 3), torch.arange(9.0).reshape(3, 3) + 100]
+    batch, item = scored_rows(6), [0, 0, 1, 1, 2, 2]
+    images = {"media.pixel_values": Ragged.of([pixels[i] for i in item])}
+    images |= {"media.image_grid_thw": Ragged.of([torch.full((len(pixels[i]), 1), i) for i in item])}
+    batch = batch.union(DataProto.from_dict({"media_keys": torch.tensor([7, 7, 0, 0, 9, 9])}, ragged=images))
+    bare = scored_rows(2, seed=1).union(DataProto.from_dict({"media_keys": torch.zeros(2, dtype=torch.int64)}))
+    file = pa.BufferOutputStream()
+    joined = pa.concat_batches([packed(batch), packed(batch)])
+    with pa.ipc.new_file(file, joined.schema) as writer:
+        writer.write_batch(joined)
+    record = pa.ipc.open_file(file.getvalue()).get_batch(0)
+    parts = [SelectedRows(record, np.array([11, 0, 2, 5])), SelectedRows(packed(bare), np.array([1]))]
+    for rows in (rows_from_arrow(parts, 0), rows_from_arrow(parts[::-1], 0)[[1, 2, 3, 4, 0]]):
+        assert rows["media_keys"].tolist() == [9, 7, 0, 9, 0]
+        for name, field in images.items():
+            for row, number in enumerate([5, 0, 2, 5]):
+                assert torch.equal(rows[name][row], field[number])
+            assert len(rows[name][4]) == 0
+    taken = DeviceRows(record, torch.device("cpu")).select(np.array([4, 5]))
+    again = rows_from_arrow([taken], 0)["media.pixel_values"]
+    assert torch.equal(again[1], pixels[2])
+    assert len(again.values) == len(pixels[2])  # once for both rows
+    copy = copied(record, np.array([0, 1, 2, 3, 4, 5]))
+    assert copy.equals(packed(batch), check_metadata=True)
+    assert copy.nbytes < packed(batch).nbytes + copy.num_columns + 1  # no values of the other six rows

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 from environments.episodes import Scripted, ends_after, engine_of
+from environments.picture_game import PictureGames
 from image_models import picture, save_image_model
 from refusals import refusal
 from same_training import same_training, saved
 from trainer.runs import fit
+from trainer.test_async_episodes import in_flight, playing
 from trainer.test_async_training import MODES
 
 from verl.algorithms.preference_losses import DPO, BradleyTerry
@@ -23,10 +26,12 @@ from verl.data.rlhf_dataset import RLHFDataset
 from verl.engines.optimizer import AdamW
 from verl.engines.sharding import NoSharding
 from verl.models.pretrained import Pretrained
+from verl.models.tiny import TinyModel
 from verl.protocol import DataProto
 from verl.rollout.base import GenerationRequest
 from verl.tracking.base import Trackers
 from verl.trainer.config import SFTSettings
+from verl.trainer.ppo import PPOTrainer
 from verl.trainer.sft import PreferenceRun, RewardModelRun, SFTRun
 from verl.workers.actor import Actor
 from verl.workers.reference import Reference
@@ -141,6 +146,51 @@ def test_a_run_resumed_with_responses_to_images_drawn_ahead_has_the_bits_of_the_
     first, resume = saved(tmp_path / "first"), tmp_path / "first/checkpoints/global_step_2"
     fit(begun(source, tmp_path / "cut", 2, data=data, resume=resume, **replay), tmp_path / "cut/run")
     same_training(saved(tmp_path / "cut"), first, after=2)
+
+
+def rows_of(batch: DataProto) -> list[tuple[int, bytes, float]]:
+    """Digest and pixels of the images of each row, and the sum of its log-probs."""
+    pixels = [x.numpy().tobytes() for x in map(batch["media.pixel_values"].__getitem__, range(len(batch)))]
+    return list(zip(batch["media_keys"].tolist(), pixels, batch["rollout_log_probs"].sum(1).tolist(), strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["sync", "in_flight"])
+def test_a_resumed_run_of_episodes_that_show_images_has_the_bits_of_the_first(kind, model, tmp_path, monkeypatch):
+    source, seen, update = Pretrained(path=str(model), dtype="float64"), [], PPOTrainer.update
+
+    def noted(self, experience, step):
+        seen.append((step, sorted(rows_of(experience))))
+        return update(self, experience, step)
+
+    monkeypatch.setattr(PPOTrainer, "update", noted)
+    options: dict[str, Any] = {"data": PromptFiles(train_files=data_file(tmp_path, answer="3"), max_prompt_length=400)}
+    options["environment"] = PictureGames(images=True, max_tokens=200, max_turns=3)
+    make = in_flight if kind == "in_flight" else functools.partial(playing, mode="sync", max_staleness=1)
+    fit(make(source, tmp_path / "first", **options), tmp_path / "first/run")
+    last, replay = max(step for step, _ in seen), {}
+    if kind == "in_flight":
+        replay = {"replay_schedule": str(tmp_path / "first/run")}
+    resume = tmp_path / "first/checkpoints/global_step_2"
+    fit(make(source, tmp_path / "cut", resume=resume, **options, **replay), tmp_path / "cut/run")
+    same_training(saved(tmp_path / "cut"), first := saved(tmp_path / "first"), after=2)
+    assert seen[last:] == seen[2:last]
+    assert len({key for _, rows in seen[:last] for key, *_ in rows}) > 2 * last
+    for line in first.metrics.values():
+        assert line["rollout/log_prob_gap_nats"] < 1e-9 or kind == "in_flight"
+
+
+@pytest.mark.parametrize(
+    ("chats", "family", "path"), [(False, FAMILY, "environment.images"), (True, None, "environment.images")]
+)
+def test_images_of_an_environment_are_refused_where_nothing_reads_them(chats, family, path, model, tmp_path):
+    file = tmp_path / "rows.jsonl"
+    prompt = [{"role": "user", "content": "how many?"}] if chats else "how many?"
+    file.write_text(json.dumps({"prompt": prompt}) + "\n")
+    source = Pretrained(path=str(model), images=True) if family else TinyModel(context_length=160)
+    run = playing(source, tmp_path, environment=PictureGames(images=True), data=PromptFiles(train_files=(str(file),)))
+    with refusal(path):
+        run.build(BuildContext(run_dir=tmp_path / "run"))
 
 
 def test_every_turn_of_an_episode_sees_the_images_of_its_prompt(model, tmp_path):

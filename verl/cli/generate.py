@@ -360,13 +360,15 @@ def server_of(
             raise ConfigError(f"--max-tokens is {max_tokens}: more than the {most} that the {what}. Lower it.")
     row_tokens = max_tokens or min(held or DEFAULT_ROW_TOKENS, engine_holds or held or DEFAULT_ROW_TOKENS)
     stops = stop_tokens(actor.model, tokenizer, rollout.stop_token_ids).tolist()
-    limits = TurnLimits(row_tokens, kv_cache_gib)
-    template = getattr(trainer.description.data, "chat_template", None)
+    limits, data = TurnLimits(row_tokens, kv_cache_gib), trainer.description.data
+    template = getattr(data, "chat_template", None)
     endpoint = PolicyEndpoint(
         lambda: actor.generator.engine.turns(limits),
         tokenizer, template, stops, rollout.max_new_tokens, row_tokens, record,
         getattr(environment, "tool_format", "auto"), environment, joins_texts,
+        max_pixels=getattr(data, "max_pixels", None),
     )  # fmt: skip
+    endpoint.images_fault = next(rollout.faults_with_images(), endpoint.images_fault)
     if endpoint.format_fault is not None:
         logging.getLogger(__name__).warning("Requests with tools are refused: %s", endpoint.format_fault)
     sampling = {"temperature": rollout.temperature, "top_p": rollout.top_p}

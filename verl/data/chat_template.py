@@ -31,12 +31,14 @@ class ChatTemplate:
         template: a Jinja template; None for that of the tokenizer.
         system_prompt: system message for chats without one; with it a text prompt becomes a user message.
         tools: JSON schemas for rows without a column `tools`; ignored if the template does not use tools.
+        max_pixels: larger images of observations and requests are scaled down to this many.
     """
 
     tokenizer: Any
     template: str | None = None
     system_prompt: str | None = None
     tools: tuple[Any, ...] = ()
+    max_pixels: int | None = None
 
     @property
     def reads_tools(self) -> bool:
@@ -50,7 +52,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def images(self) -> ImageTokens:
-        return ImageTokens(self.tokenizer)
+        return ImageTokens(self.tokenizer, self.max_pixels)
 
     @property
     def source(self) -> str | None:

@@ -35,6 +35,8 @@ from verl.protocol.ragged import Ragged
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+    from verl.model_paths.images import RowMedia
+
 log = logging.getLogger(__name__)
 MAX_BYTES = 2**26  # of a file
 MAX_PIXELS = 2**26  # of an image, 8192 x 8192: more are refused before they are decoded
@@ -322,12 +324,39 @@ class ImageTokens:
 
     Args:
         tokenizer: of the model, with its image processor if it has one.
+        max_pixels: of images that are `read`.
     """
 
-    def __init__(self, tokenizer: Any):
+    def __init__(self, tokenizer: Any, max_pixels: int | None = None):
         self._tokenizer: Any = tokenizer
         self._processor: Any = images_of(tokenizer)
+        self._max_pixels = max_pixels
         self._texts: dict[tuple[int, int], str] = {}
+
+    @property
+    def token(self) -> int | None:
+        """Id of the tokens that stand for features of images."""
+        return None if self._processor is None else self._processor.processor.image_token_id
+
+    def read(self, url: str) -> CheckedImage:
+        """The image of a data URL.
+
+        Raises:
+            BadImage: it is none, or beyond the limits, or the model reads no images.
+        """
+        if self._processor is None:
+            raise BadImage("the model reads none")
+        if not url.startswith("data:"):
+            raise BadImage(f"{url[:80]!r} is not a data URL: send data:image/...;base64,...")
+        return checked(source_of(url, Path()), self._max_pixels)
+
+    def joined(self, media: RowMedia, images: Sequence[CheckedImage]) -> RowMedia:
+        """The digest and the tensors of the images of a row, and of more images behind them."""
+        if not images:
+            return media
+        _, more = self._processor.encode(self._processor.placeholder * len(images), list(map(decoded, images)))
+        key, before = media_key([x.digest for x in images], media[0]), media[1]
+        return key, more if before is None else {name: torch.cat([before[name], x]) for name, x in more.items()}
 
     def count(self, text: str) -> int:
         """Placeholders in a rendered chat."""
@@ -393,12 +422,7 @@ class ImagesOfRows:
 
     def thumbnails(self, row: int) -> list[str]:
         """The images of a row as data URLs of PNG files, at most `THUMBNAIL` pixels wide and high."""
-        urls = []
-        for picture in (_decoded((row, image)) for image in self.images[row]):
-            picture.thumbnail((THUMBNAIL, THUMBNAIL))
-            picture.save(content := io.BytesIO(), "PNG")
-            urls.append(f"data:image/png;base64,{base64.b64encode(content.getvalue()).decode()}")
-        return urls
+        return [_thumbnail(_decoded((row, image))) for image in self.images[row]]
 
     def fields(self, rows: Tensor, tokens: Callable[[int], Tensor]) -> tuple[dict[str, Tensor], dict[str, Ragged]]:
         """`media_keys` [B] and the ragged fields `media.*` of a batch.
@@ -434,8 +458,22 @@ def _decoded(image: tuple[int, CheckedImage]) -> Image:
         raise ConfigError(f"data: an image of row {row}{named}: {error}") from None
 
 
-def media_key(digests: Sequence[bytes]) -> int:
-    """A number for images in their order, which is positive; 0 for none."""
-    if not digests:
-        return 0
-    return max(1, int.from_bytes(hashlib.blake2b(b"".join(digests), digest_size=8).digest()) >> 1)
+def thumbnail(url: str) -> str:
+    """The image of a data URL, at most `THUMBNAIL` pixels wide and high, as that of a PNG file; empty if damaged."""
+    try:
+        return _thumbnail(decoded(checked(source_of(url, Path()))))
+    except BadImage:
+        return ""
+
+
+def _thumbnail(picture: Image) -> str:
+    picture.thumbnail((THUMBNAIL, THUMBNAIL))
+    picture.save(content := io.BytesIO(), "PNG")
+    return f"data:image/png;base64,{base64.b64encode(content.getvalue()).decode()}"
+
+
+def media_key(digests: Sequence[bytes], before: int = 0) -> int:
+    """A number for images in their order, behind those of the number `before`; positive, but 0 for none at all."""
+    for digest in digests:
+        before = max(1, int.from_bytes(hashlib.blake2b(before.to_bytes(8) + digest, digest_size=8).digest()) >> 1)
+    return before

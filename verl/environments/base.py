@@ -89,7 +89,8 @@ class StepResult:
     """Result of one step of an environment.
 
     Attributes:
-        observation: text or chat messages shown to the model next; None if nothing follows.
+        observation: text or chat messages shown to the model next; None if nothing follows. The content of a message
+            is a text, or a list of texts and images (`environment.images`; see `hosts.host_main.as_content`).
         reward: of the turn, finite in float32; assigned to the turn's last token. A bool counts as 1 or 0.
         terminated: the episode reached its end.
         truncated: the environment ended the episode early.
@@ -198,6 +199,7 @@ class EnvironmentDescription(Description):
             is a separate sample; for templates that rewrite earlier turns (Qwen3 removes their thinking).
         tool_format: format of tool calls, see `verl.environments.tool_calls.parse`. `auto` is the one that parses what
             the chat template renders, or `plain`, a line `name(arguments)`, if the template does not support tools.
+        images: observations and results of tools may have images.
         journal: record running episodes on disk, next to the checkpoints, so that a run killed during an episode can
             continue it.
         kv_cache_gib: size of the key-value cache of unfinished episodes, under rollout=hf. Episodes waiting for their
@@ -221,6 +223,7 @@ class EnvironmentDescription(Description):
     history: History = "append"
     tool_format: ToolFormat = "auto"
     kv_cache_gib: NonNegativeFloat = 2.0
+    images: bool = False
     journal: bool = True
 
     def columns_read(self) -> tuple[str, ...]:
@@ -280,6 +283,8 @@ def environment_faults(run: Any) -> Iterator[str]:
         yield f"{prefix}: rollout.max_new_tokens exceeds environment.max_tokens. Lower it."
     if run.rollout.min_new_tokens:
         yield f"{prefix}: rollout.min_new_tokens is {run.rollout.min_new_tokens}: a turn has no minimum. Set it to 0."
+    if environment.images and environment.history == "rerender":
+        yield f"{prefix} with history=rerender, and images is true: texts alone are rendered again. Set one back."
     if environment.history == "rerender" and type(run.algorithm.policy_loss).__name__ == "GSPO":
         yield (
             f"{prefix} with history=rerender: the ratio of algorithm=gspo is of a row, and an episode has several. Set "

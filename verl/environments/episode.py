@@ -24,15 +24,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from verl.data.images import thumbnail
 from verl.environments.base import CallRecord, EnvironmentDescription, EnvironmentFactory, Fault, Observation
 from verl.environments.journal import JournalEntry, PrefixHash, plain
 from verl.errors import RolloutError
-from verl.model_paths.images import RowMedia, with_media
+from verl.model_paths.images import KEYS, RowMedia, with_media
 from verl.ops.sampling import EVALUATION
 from verl.protocol import DataProto
 from verl.protocol.fields import FIELDS
 from verl.rollout.base import GenerationRequest
-from verl.rollout.rows import assemble, masked_rows, prompt_tokens, right_padded, sequence_fields
+from verl.rollout.rows import assemble, masked_rows, media_fields, prompt_tokens, right_padded, sequence_fields
 
 End = Literal["", "terminated", "truncated", "timeout", "turns", "tokens", "turn_tokens", "dropped"]
 ENDS: tuple[End, ...] = ("terminated", "truncated", "timeout", "turns", "tokens", "turn_tokens", "dropped")
@@ -89,7 +90,8 @@ class Episode:
         needs_replay_of_actions: the environment did not receive actions that were answered from the journal.
         reused, replayed: calls answered from the journal; calls repeated and compared.
         restarted: the episode was restarted although the journal had a part of it.
-        media: digest and tensors of the images of its prompt.
+        prompt_media, media: digest and tensors of the images of its prompt, and of all so far.
+        images: those of observations so far, as data URLs.
     """
 
     number: int
@@ -124,7 +126,9 @@ class Episode:
     restarted: bool = False
     begun_s: float = 0.0
     seconds: float = 0.0
+    prompt_media: RowMedia = (0, None)
     media: RowMedia = (0, None)
+    images: list[str] = field(default_factory=list)
 
     @property
     def response(self) -> list[int]:
@@ -170,6 +174,7 @@ class Episode:
         self.context, self.turns, self.opening = list(self.prompt), [], 0
         self.calls, self.answers, self.begun_s, self.needs_replay_of_actions = [], [], time.monotonic(), False
         self.prefix, self.attempt = None, self.attempt + 1
+        self.media, self.images = self.prompt_media, []
 
     def is_restarted(self, why: str, fault: Fault, options: EnvironmentDescription, request: GenerationRequest) -> bool:
         """Record a failure that the model did not cause; it never becomes a reward.
@@ -243,6 +248,7 @@ def episode_batch(
     *,
     has_rows: bool,
     has_versions: bool = False,
+    media: Sequence[RowMedia] | None = None,
 ) -> DataProto:
     """Episodes in the format of `rollout.rows.assemble`, one line each with the tokens of all its samples in sequence.
 
@@ -253,6 +259,7 @@ def episode_batch(
         dtype: dtype of the log-probs.
         has_rows: an episode may have several rows.
         has_versions: weights changed within episodes.
+        media: the images of each episode; None if they are those of its prompt.
     Returns: In addition `turn_ids`, `turn_rewards` [E T], `episode_ids` [E], and `episode` in `non_tensor_batch`; with
         `has_rows` the input of `training_rows`: `row_ids` [E T] and `contexts` [E N P], at least the prompt; with
         `has_versions` `token_versions` [E T] and `policy_version` [E], the oldest. A dropped episode has an empty mask.
@@ -260,6 +267,8 @@ def episode_batch(
     n, contexts = request.num_samples, None
     if has_rows:
         prompts, contexts = _with_contexts(prompts, n, samples, pad_id)
+    if media is not None:
+        prompts = prompts.select([name for name in prompts.batch if name != KEYS], [], ragged_keys=[])
 
     def column(name: str, fill: float, dtype: torch.dtype) -> Tensor:
         return right_padded([list(chain(*(getattr(part, name) for part in parts))) for parts in samples], fill, dtype)
@@ -279,7 +288,10 @@ def episode_batch(
         fields["policy_version"] = torch.tensor(oldest)
     if contexts is not None:
         fields |= {"row_ids": row_ids, "contexts": contexts}
-    return batch.union(DataProto.from_dict(fields, non_tensors={"episode": list(records)}))
+    return batch.union(
+        DataProto.from_dict(fields, non_tensors={"episode": list(records)}),
+        DataProto() if media is None else media_fields(media, has_keys=True),
+    )
 
 
 def _with_contexts(
@@ -392,7 +404,7 @@ def episode_record(episode: Episode) -> dict[str, Any]:
                 "tokens": len(turn.tokens),
                 "is_complete": turn.is_complete,
                 "reward": turn.reward,
-                "observation": plain(turn.observation),
+                "observation": _shown(turn.observation),
                 "observed": turn.observed,
                 "parse_errors": turn.parse_errors,
                 "calls": [dict(vars(call)) for call in turn.calls],
@@ -401,6 +413,17 @@ def episode_record(episode: Episode) -> dict[str, Any]:
         ],
         "calls": [dict(vars(call)) for call in episode.calls],
     }
+
+
+def _shown(observation: Observation) -> Any:
+    """An observation in JSON values, with small images."""
+    messages = plain(observation)
+    for message in messages if isinstance(messages, list) else ():
+        if isinstance(message["content"], list):
+            message["content"] = [
+                {**x, "image": thumbnail(x["image"])} if "image" in x else x for x in message["content"]
+            ]
+    return messages
 
 
 STATE = (  # of an episode in a checkpoint, in addition to its turns and calls
@@ -412,7 +435,7 @@ STATE = (  # of an episode in a checkpoint, in addition to its turns and calls
 def episode_state(episode: Episode) -> dict[str, Any]:
     """An episode in JSON values, for `load_episode`."""
     lists = {"turns": list(map(asdict, episode.turns)), "calls": list(map(asdict, episode.calls))}
-    return {name: getattr(episode, name) for name in STATE} | lists
+    return {name: getattr(episode, name) for name in STATE} | lists | {"images": episode.images}
 
 
 def load_episode(episode: Episode, state: Mapping[str, Any]) -> None:
@@ -421,7 +444,7 @@ def load_episode(episode: Episode, state: Mapping[str, Any]) -> None:
         setattr(episode, name, state[name])
     episode.turns = [Turn(**turn | {"calls": [CallRecord(**x) for x in turn["calls"]]}) for turn in state["turns"]]
     episode.calls = [CallRecord(**record) for record in state["calls"]]
-    episode.begun_s = time.monotonic()
+    episode.begun_s, episode.media = time.monotonic(), episode.prompt_media
 
 
 def response_texts(episodes: DataProto, tokenizer: Any) -> list[str]:

@@ -20,19 +20,21 @@ from typing import Any
 
 from verl.component import BuildContext
 from verl.data.chat_template import ChatTemplate
+from verl.data.images import BadImage
 from verl.environments.base import Action, EnvironmentDescription, Fault, Observation, StepResult
 from verl.environments.calls import CallResult, CallRunner
 from verl.environments.episode import End, Episode, EpisodeSample, Turn, dropped_with, episode_batch, episode_record
 from verl.environments.journal import EpisodeJournal, JournalEntry, refuse_other_answer
-from verl.environments.observation_tokens import ConversationRenderer, ObservationEncoder
+from verl.environments.observation_tokens import ConversationRenderer, ObservationEncoder, as_messages, contents
 from verl.environments.tool_calls.parse import ToolFormat, parse_calls
 from verl.environments.tool_calls.round_trip import format_of
 from verl.errors import ConfigError, RolloutError
+from verl.model_paths.images import row_media
 from verl.protocol import DataProto
 from verl.rollout.base import GenerationRequest, Rollout, RolloutEngine, TurnEngine, TurnLimits, TurnRequest, TurnResult
 from verl.rollout.lockstep import in_lockstep
 from verl.rollout.responses import ResponseGenerator
-from verl.rollout.rows import longest_prompt, prompt_tokens, row_media
+from verl.rollout.rows import longest_prompt, prompt_tokens
 from verl.utils.progress import report
 from verl.utils.seeding import derive_seed
 
@@ -62,7 +64,7 @@ class EpisodeGenerator(ResponseGenerator):
         self.options, self.tokenizer = options, tokenizer
         self.seed = context.seed
         self.stop_ids = stop_ids
-        self.chat = ChatTemplate(tokenizer, context.chat_template)
+        self.chat = ChatTemplate(tokenizer, context.chat_template, max_pixels=context.max_pixels)
         self.style: ToolFormat = format_of(
             self.chat, options.tool_format if options.has_tools or context.tools else "plain"
         )
@@ -139,8 +141,15 @@ class EpisodeGenerator(ResponseGenerator):
         """The batch of finished episodes; see `episode_batch`."""
         samples = [[] if episode.end == "dropped" else self.samples_of(episode) for episode in episodes]
         records = [episode_record(episode) for episode in episodes]
-        has = {"has_rows": self.has_rows, "has_versions": has_versions}
+        has: dict[str, Any] = {"has_rows": self.has_rows, "has_versions": has_versions}
+        if self.options.images:
+            has["media"] = [x.prompt_media if x.end == "dropped" else x.media for x in episodes]
         return episode_batch(prompts, request, samples, records, self.pad_id, turns.dtype, **has)
+
+    def show(self, episode: Episode, images: Sequence[str]) -> None:
+        """Add images of an observation, as data URLs, to those that an episode's turns see."""
+        episode.images = [*episode.images, *images]
+        episode.media = self.chat.images.joined(episode.media, [self.chat.images.read(url) for url in images])
 
     def second(self) -> EpisodeGenerator:
         other = copy.copy(self)
@@ -180,7 +189,9 @@ class EpisodeGenerator(ResponseGenerator):
             seed = derive_seed(self.seed, "environment", request.stream, request.step, prompt_id)
             group = next(groups)
             episodes += [
-                Episode(next(numbers), tokens, prompt_id, sample, group, row, seed, sample_key=sample, media=media)
+                Episode(
+                    next(numbers), tokens, prompt_id, sample, group, row, seed, sample_key=sample, prompt_media=media
+                )
                 for sample in range(request.num_samples)
             ]
         return episodes
@@ -285,11 +296,14 @@ class EpisodeLoop:
                 self._opened(episode, result.value) if record.name == "reset" else self._stepped(episode, result.value)
             except ConfigError as error:  # the chat template refuses the observation
                 self._failed(episode, f"{record.name}: {error}")
+            except BadImage as error:
+                self._failed(episode, f"{record.name}: an image is not usable: {error}")
 
     def _opened(self, episode: Episode, observation: Observation) -> None:
         if observation:
             before = episode.length
-            episode.context = self._continued(episode, observation)
+            episode.context, images = self._continued(episode, observation)
+            self.engine.show(episode, images)
             episode.opening = episode.length - before
         self.next_turn(episode)
 
@@ -306,23 +320,29 @@ class EpisodeLoop:
             self._finish(episode, "turns")
         else:
             turn.observation = step.observation
-            context = self._continued(episode, step.observation)
+            context, images = self._continued(episode, step.observation)
             if len(context) - len(episode.prompt) >= self.options.max_tokens:
                 self._finish(episode, "tokens")
-                return
-            turn.observed = max(0, len(context) - len(episode.context))
-            episode.context = context
-            self.next_turn(episode)
+            elif images and any(self.engine.chat.images.token in turn.tokens for turn in episode.turns):
+                self._finish(episode, "truncated")  # a placeholder that was sampled would be taken for that of an image
+            else:
+                turn.observed = max(0, len(context) - len(episode.context))
+                episode.context = context
+                self.engine.show(episode, images)
+                self.next_turn(episode)
 
-    def _continued(self, episode: Episode, observation: Observation) -> list[int]:
-        """Context tokens of the next turn, after an observation."""
+    def _continued(self, episode: Episode, observation: Observation) -> tuple[list[int], list[str]]:
+        """Context tokens of the next turn, after an observation, and the images of that as data URLs."""
+        images = contents("image", as_messages(observation))
+        if images and not self.options.images:
+            raise RolloutError("environment: an observation has an image. Set environment.images=true.")
         if self.engine.renderer is None:
             is_chat = episode.row.get("prompt_messages") is not None
             last = episode.turns[-1].tokens[-1] if episode.turns else None
-            return episode.context + self.engine.encoder.encode(observation, is_chat=is_chat, last=last)
+            return episode.context + self.engine.encoder.encode(observation, is_chat=is_chat, last=last), images
         written = self.engine.renderer.text_of(episode.turns[-1].tokens) if episode.turns else None
         episode.answers.append((written, observation))
-        return self.engine.renderer.tokens(episode.row, episode.answers)
+        return self.engine.renderer.tokens(episode.row, episode.answers), images
 
     def next_turn(self, episode: Episode) -> None:
         """Add the next turn, or end the episode if there is no room for one."""
@@ -394,7 +414,8 @@ class EpisodeLoop:
         self.calls.end(episode.environment)
         self._close(episode, "dropped" if episode.is_unwanted else end)
         messages = episode.row.get("prompt_messages")
-        if end == "terminated" and messages is not None and len(episode.turns) > 1 and self.engine.renderer is None:
+        is_text = self.engine.renderer is None and not episode.media[0]
+        if end == "terminated" and messages is not None and len(episode.turns) > 1 and is_text:
             turns = [(turn.text, turn.observation if turn.observed else None) for turn in episode.turns]
             self.engine.encoder.warn_of_difference(messages, turns, episode.context)
 
@@ -410,12 +431,11 @@ class EpisodeLoop:
     def _key(self, journal: EpisodeJournal, episode: Episode, what: str, attempt: int) -> str:
         prefix, request = episode.prefix, self.request
         if prefix is None or self.engine.renderer is not None:  # the template may have changed earlier tokens
-            media = [episode.media[0]] if episode.media[0] else []
-            prefix = journal.prefix(request.stream, request.step, episode.prompt_id, episode.sample_key, *media)
+            prefix = journal.prefix(request.stream, request.step, episode.prompt_id, episode.sample_key)
             episode.prefix = prefix
         if prefix.num_tokens < len(episode.context):
             prefix.append(episode.context[prefix.num_tokens :])
-        return prefix.key(attempt, len(episode.turns), what)
+        return prefix.key(attempt, len(episode.turns), what, *filter(None, episode.media[:1]))
 
     def _end_key(self, journal: EpisodeJournal, episode: Episode) -> str:
         request = self.request

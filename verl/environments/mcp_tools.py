@@ -120,12 +120,16 @@ class _Server(ToolFactory):
             self._connections = [*(old for old in self._connections if not old.task.done()), connection]
             return connection
 
-    async def _call(self, name: str, /, **arguments: Any) -> str:
+    async def _call(self, name: str, /, **arguments: Any) -> Any:
         result = await self._result(name, arguments, is_first=True)
-        text = "\n".join(part.text for part in result.content if getattr(part, "type", "") == "text")
+        known = [part for part in result.content if getattr(part, "type", "") in ("text", "image")]
+        text = "\n".join(part.text for part in known if part.type == "text")
         if getattr(result, "isError", False) or getattr(result, "is_error", False):
             raise ToolError(text)
-        return text
+        if all(part.type == "text" for part in known):
+            return text
+        urls = (x.text if x.type == "text" else f"data:image/*;base64,{x.data}" for x in known)
+        return [{"type": x.type, x.type: value} for x, value in zip(known, urls, strict=True)]
 
     async def _result(self, name: str, arguments: dict[str, Any], is_first: bool) -> Any:
         # Less than the time of the call: a server that is gone must not count as a time-out, which is scored.

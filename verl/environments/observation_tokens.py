@@ -2,7 +2,8 @@
 
 In a chat, the text between two turns of the model is computed from two renderings of placeholder messages, split at the
 placeholders. The template's parts are encoded with special tokens, the contents without: a tool result is text, even if
-it contains the text of a special token.
+it contains the text of a special token. What the template writes for an image is one of its own parts, expanded to as
+many tokens as the image has.
 
 With `history=rerender` the chat template renders the whole conversation before each turn, and each turn is a sample.
 The contents of observations are replaced by placeholders for rendering, and encoded without special tokens too. Turns
@@ -15,11 +16,12 @@ import itertools
 import json
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from verl.data.chat_template import ChatTemplate
+from verl.data.images import PLACEHOLDER, BadImage, CheckedImage
 from verl.environments.base import EnvironmentDescription, Observation
 from verl.environments.tool_calls.parse import ToolCall, ToolFormat, find_calls
 from verl.environments.tool_calls.round_trip import SOURCE, TOOLS, as_message, format_of, stand_in_turn
@@ -126,34 +128,43 @@ def _text_between(
     if names:
         turn["tool_calls"] = [as_message(ToolCall(name, {}), number) for number, name in enumerate(names)]
     begin = [{"role": "user", "content": question}, turn]
-    contents = [STAND_IN.format(number) for number in range(len(messages))]
+    stand_ins = [STAND_IN.format(number) for number in range(len(contents("text", messages)))]
 
     def rendered(after: str) -> str:
+        following = iter(stand_ins)
         answers = [
-            {"role": message["role"], "content": content + after}
+            {"role": message["role"], "content": _stand_ins(message, following, after)}
             | ({"name": _stand_in_name(message)} if message["role"] == "tool" else {})
             | ({"tool_call_id": f"call{min(number, len(names) - 1):05}"} if message["role"] == "tool" and names else {})
-            for number, (message, content) in enumerate(zip(messages, contents, strict=True))
+            for number, message in enumerate(messages)
         ]
         return chat.render([*begin, *answers], SOURCE, reply_follows=True)
 
     text, short = rendered(""), chat.render(begin, SOURCE, reply_follows=False)
-    turn_end, short_end = (_end_of_turn(x, style, names, reply, contents) for x in (text, short))
-    if turn_end is None or any(text.count(content) != 1 for content in contents):
+    turn_end, short_end = (_end_of_turn(x, style, names, reply, stand_ins) for x in (text, short))
+    if turn_end is None or any(text.count(content) != 1 for content in stand_ins):
         roles = ", ".join(str(message["role"]) for message in messages)
         raise ConfigError(
             f"chat_template does not render the roles {roles} after the assistant's turn as they are. Set another "
             "data.chat_template."
         )
     remaining, pieces = text[turn_end:], []
-    for content in contents:
+    for content in stand_ins:
         before, _, remaining = remaining.partition(content)
         pieces.append(before)
-    is_json = [False] * len(contents)
-    if any(f'"{content}"' in text for content in contents):
+    is_json = [False] * len(stand_ins)
+    if any(f'"{content}"' in text for content in stand_ins):
         lines = rendered("\n")
-        is_json = [f'"{content}\\n"' in lines for content in contents]
+        is_json = [f'"{content}\\n"' in lines for content in stand_ins]
     return TextBetween("" if short_end is None else short[short_end:], [*pieces, remaining], is_json)
+
+
+def _stand_ins(message: Mapping[str, Any], texts: Iterator[str], after: str) -> Any:
+    """The content of a message with the next ones of `texts` in place of its own, and bare placeholders of images."""
+    if not isinstance(message.get("content"), list):
+        return next(texts) + after
+    parts = parts_of(message)
+    return [{**x, "text": next(texts) + after} if x["type"] == "text" else PLACEHOLDER for x in parts]
 
 
 def _end_of_turn(text: str, style: ToolFormat, names: Sequence[str], reply: str, contents: Sequence[str]) -> int | None:
@@ -191,7 +202,7 @@ class ObservationEncoder:
         self.style: ToolFormat = style
         self.stop_ids = frozenset(stop_ids)
         self.plain = PlainTextEncoder(tokenizer)
-        self._pieces: dict[tuple[tuple[str, str], ...], tuple[list[list[int]], int, list[bool]]] = {}
+        self._pieces: dict[tuple[Any, ...], tuple[list[list[int]], int, list[bool]]] = {}
         self._reported = False
 
     def encode(self, observation: Observation, *, is_chat: bool, last: int | None) -> list[int]:
@@ -201,17 +212,22 @@ class ObservationEncoder:
             is_chat: the prompt is a chat, so the contents are wrapped by the chat template.
             last: the last token of the model; None before its first turn, when the observation of a chat follows an
                 empty turn of the model.
+        Raises:
+            ConfigError: the chat template refuses the messages.
+            BadImage: an image cannot be read, or the prompt is a text.
         """
         messages = as_messages(observation)
+        images = [self.chat.images.read(url) for url in contents("image", messages)]
+        if not is_chat and images:
+            raise BadImage("the prompt is a text")
         if not is_chat:
-            return [i for message in messages for i in self.content(message["content"])]
+            return [i for text in contents("text", messages) for i in self.content(text)]
         if not messages:
             messages = [{"role": "user", "content": ""}]
-        (ids, *pieces), num_end, is_json = self._between(messages)
+        (ids, *pieces), num_end, is_json = self._between(messages, images)
         if last is not None and last in ids[: num_end or 1] and last in self.stop_ids:
             ids = ids[ids.index(last) + 1 :]
-        for message, is_escaped, piece in zip(messages, is_json, pieces, strict=True):
-            text = message["content"]
+        for text, is_escaped, piece in zip(contents("text", messages), is_json, pieces, strict=True):
             ids = ids + self.content(json.dumps(text, ensure_ascii=False)[1:-1] if is_escaped else text) + piece
         return ids
 
@@ -230,14 +246,20 @@ class ObservationEncoder:
         head = (room + 1) // 2
         return first[:head] + note + (last[-(room - head) :] if room > head else [])
 
-    def _between(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[list[int]], int, list[bool]]:
+    def _between(
+        self, messages: Sequence[Mapping[str, Any]], images: Sequence[CheckedImage]
+    ) -> tuple[list[list[int]], int, list[bool]]:
         """Token ids of the pieces of `text_between`, number of those of its `end`, and its `is_json`; cached."""
-        key = tuple((str(message["role"]), str(message.get("name") or "")) for message in messages)
+        key = (
+            *((str(x["role"]), str(x.get("name") or ""), *(part["type"] for part in parts_of(x))) for x in messages),
+            *(image.size for image in images),
+        )
         if key not in self._pieces:
             if len(self._pieces) >= MAX_PIECES:
                 self._pieces.clear()
             text = text_between(self.chat, self.style, messages)
-            self._pieces[key] = [*map(self.encoded, text.pieces)], len(self.encoded(text.end)), text.is_json
+            pieces = self.chat.images.expanded("\0".join(text.pieces), images).split("\0")
+            self._pieces[key] = [*map(self.encoded, pieces)], len(self.encoded(text.end)), text.is_json
         return self._pieces[key]
 
     def encoded(self, text: str) -> list[int]:
@@ -277,6 +299,17 @@ def as_messages(observation: Observation) -> list[Mapping[str, Any]]:
     if isinstance(observation, str):
         return [{"role": "user", "content": observation}]
     return list(observation)
+
+
+def parts_of(message: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """The parts of a message's content: texts, and images as data URLs; see `hosts.host_main.as_content`."""
+    content = message.get("content", "")
+    return content if isinstance(content, list) else [{"type": "text", "text": content}]
+
+
+def contents(kind: Literal["text", "image"], messages: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The texts, or the images as data URLs, of all messages in order."""
+    return [part[kind] for message in messages for part in parts_of(message) if part["type"] == kind]
 
 
 def check_template(options: EnvironmentDescription, chat: ChatTemplate, has_chats: bool) -> None:

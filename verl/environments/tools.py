@@ -23,7 +23,8 @@ from verl.environments.base import (
     ToolError,
     within,
 )
-from verl.environments.hosts.python_tools import PythonTool, as_text
+from verl.environments.hosts.host_main import as_content
+from verl.environments.hosts.python_tools import PythonTool, as_result
 from verl.environments.tool_calls import ParseFault, ToolCall
 from verl.errors import error_text
 from verl.utils.signals import RAISED_BY_CODE
@@ -84,13 +85,13 @@ class ToolEnvironment(Environment):
         calls = [self._call(call, f"{action.call_id}.{number}") for number, call in enumerate(action.calls)]
         answers = [await call for call in calls] if self.answers_at_once else await asyncio.gather(*calls)
         records = tuple(record for record, _ in answers)
-        if self.is_chat:
+        if self.is_chat or not all(isinstance(text, str) for _, text in answers):  # a text takes no images
             messages = [{"role": "tool", "name": record.name, "content": text} for record, text in answers]
             return StepResult(messages, calls=records)
         return StepResult("".join(f"{text}{self.suffix}" for _, text in answers), calls=records)
 
-    async def _call(self, call: ToolCall | ParseFault, call_id: str) -> tuple[CallRecord, str]:
-        """The record of a call, and the text that the model reads."""
+    async def _call(self, call: ToolCall | ParseFault, call_id: str) -> tuple[CallRecord, Any]:
+        """The record of a call, and the content that the model reads."""
         if isinstance(call, ParseFault):
             return CallRecord(call_id, "", "tool_error", 0.0, call.reason), f"error: {call.reason}"
         tool, begin = self.tools[call.name], time.monotonic()
@@ -104,7 +105,7 @@ class ToolEnvironment(Environment):
                         result.close()
                     raise InfraError("a tool waits for something, and its environment says that it answers at once")
                 result = await (result if tool.keeps_deadline else within(self.timeout_s, result))
-            text = as_text(result)
+            text = as_content(as_result(result), call.name)
         except RAISED_BY_CODE as error:
             outcome, text = self._failure(call, error)
             fault = getattr(error, "fault", "own")

@@ -188,16 +188,21 @@ class ImageRows:
 
     def of_batch(self, batch: DataProto, rows: Tensor, ids: Tensor, attention: Tensor) -> RowImages | None:
         """The images of some rows of a batch, whose tokens [b S] are `ids`."""
-        fields = {name.removeprefix(MEDIA): x for name, x in batch.ragged.items() if name.startswith(MEDIA)}
-        numbered = zip(rows.tolist(), batch.batch[KEYS][rows].tolist(), strict=True)
-        media = [(key, {name: x[row] for name, x in fields.items()} if key else None) for row, key in numbered]
-        return self.of_media(media, ids, attention)
+        return self.of_media(row_media(batch, rows.tolist()), ids, attention)
 
     def of_media(self, media: Sequence[RowMedia], ids: Tensor, attention: Tensor) -> RowImages | None:
         """The images of rows [b S] of token ids; equal digests are one item."""
         items = {key: x for key, x in media if x is not None}
         number = {key: place for place, key in enumerate(items)}
         return self.insert([*items.values()], [number.get(key, -1) for key, _ in media], ids, attention)
+
+
+def row_media(batch: DataProto, rows: Sequence[int] | None = None) -> list[RowMedia]:
+    """The digest and the tensors of the images of all or some rows, by the model's keywords."""
+    fields = {name.removeprefix(MEDIA): x for name, x in batch.ragged.items() if name.startswith(MEDIA)}
+    keys = batch[KEYS].tolist() if KEYS in batch.batch else [0] * len(batch)
+    chosen = range(len(batch)) if rows is None else rows
+    return [(keys[row], {name: x[row] for name, x in fields.items()} if keys[row] else None) for row in chosen]
 
 
 def with_images(paths: ModelPaths, model: Any) -> ModelPaths:

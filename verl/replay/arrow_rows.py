@@ -1,6 +1,7 @@
 """Rows without padding: a batch of tensors as an Arrow record batch, and record batches as a batch of tensors.
 
     DataProto [B P], [B T]  ── rows_to_arrow ──>  record batch: lists of tokens, numbers, a JSON object of other columns
+    ragged fields, [n_i ...]                      views of lists: rows that share an item share its values
     rows of record batches  ── rows_from_arrow ──>  DataProto, padded to the longest of the rows
 
 B responses, P prompt length, T response length. Prompts lie right-aligned in a batch, responses left-aligned.
@@ -21,9 +22,11 @@ import torch
 from pydantic_core import to_json
 from torch import Tensor
 
+from verl.model_paths.images import KEYS
 from verl.protocol import DataProto
 from verl.protocol.fields import FIELDS
 from verl.protocol.provenance import contract_error
+from verl.protocol.ragged import Ragged
 from verl.protocol.serialization import in_order, json_text
 
 # Fields that are not stored: derived ones, and those that are recomputed with the current weights.
@@ -39,6 +42,7 @@ _ARROW_DTYPES = (
     torch.float64, torch.float32, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8,
 )  # fmt: skip
 _OF_SIZE = {1: torch.uint8, 2: torch.int16}
+RAGGED = "ragged"
 _INT32 = torch.iinfo(torch.int32)
 
 
@@ -47,7 +51,7 @@ class RowField:
     """Storage format of a field.
 
     Attributes:
-        kind: P or T for one value (or a block of `shape`) per token, B for one per row.
+        kind: P or T for one value (or a block of `shape`) per token, B for one per row, RAGGED for any number per row.
         column: column of the record batch, if its name is not that of the field.
     """
 
@@ -84,9 +88,11 @@ class DeviceRows:
     def __init__(self, record: pa.RecordBatch, device: torch.device):
         rows = rows_from_arrow([SelectedRows(record, np.arange(record.num_rows))], 0)
         tensors = {name: x.to(device) for name, x in rows.batch.items() if name not in ("input_ids", "position_ids")}
-        self._rows = DataProto.from_dict(tensors, dict(rows.non_tensor_batch))
+        ragged = {name: field.to(str(device)) for name, field in rows.ragged.items()}
+        self._rows = DataProto.from_dict(tensors, dict(rows.non_tensor_batch), ragged=ragged)
         self._index = {name: record.column(name).to_numpy() for name in INDEX if name not in self._rows}
-        self.num_rows, self.nbytes = len(self._rows), sum(tensor.nbytes for tensor in self._rows.batch.values())
+        held = [*self._rows.batch.values(), *(field.values for field in ragged.values())]
+        self.num_rows, self.nbytes = len(self._rows), sum(tensor.nbytes for tensor in held)
 
     def select(self, rows: np.ndarray) -> SelectedRows:
         """Copy rows to the host."""
@@ -111,11 +117,8 @@ def rows_to_arrow(batch: DataProto, index: Mapping[str, np.ndarray]) -> pa.Recor
             `meta_info`, are not stored.
         index: the columns of `INDEX` that the batch does not have, [B] each.
     Raises:
-        DataProtoValidationError: a registered field has dims other than [B], [B P ...] or [B T ...], or there are
-            images.
+        DataProtoValidationError: a registered field has dims other than [B], [B P ...] or [B T ...].
     """
-    for name in batch.ragged:
-        raise contract_error(name, "no ragged field: the replay buffer keeps no images", str(batch[name]), None)
     prompts = batch["prompts"].shape[1]
     lengths = {"P": batch["prompt_mask"].sum(1), "T": batch["attention_mask"][:, prompts:].sum(1)}
     counts = {kind: x.cpu().numpy() for kind, x in lengths.items()}
@@ -135,6 +138,9 @@ def rows_to_arrow(batch: DataProto, index: Mapping[str, np.ndarray]) -> pa.Recor
             if field.shape:
                 ends, lists = ends.astype(np.int64) * math.prod(field.shape), pa.LargeListArray
             arrays[column] = lists.from_arrays(ends, pa.array(flat))
+    for name, field in batch.ragged.items():
+        fields[name] = RowField(RAGGED, field.values.dtype, tuple(field.values.shape[1:]))
+        arrays[name] = _views(name, field.compact(), math.prod(fields[name].shape))
     arrays |= {name: pa.array(values) for name, values in index.items()}
     arrays[OTHERS] = pa.array(_json_rows(batch), type=pa.large_string())
     schema_text = json.dumps({name: field.as_json() for name, field in fields.items()})
@@ -147,6 +153,33 @@ def _blocks(values: np.ndarray) -> pa.Array:
     size = math.prod(values.shape[1:])
     flat = values.reshape(-1) if size else np.zeros(len(values), values.dtype)
     return pa.FixedSizeListArray.from_arrays(pa.array(flat), size or 1)
+
+
+def _views(name: str, field: Ragged, size: int) -> pa.Array:
+    """The rows of a ragged field, whose values have so many numbers each."""
+    first, lengths = field.offsets[:-1][field.index] * size, field.lengths * size
+    values = pa.array(_plain(name, field.values).reshape(-1))
+    return pa.LargeListViewArray.from_arrays(pa.array(first.numpy()), pa.array(lengths.numpy()), values)
+
+
+def _items(column: pa.Array, rows: np.ndarray, field: RowField) -> list[Tensor]:
+    """Some rows of a column of `_views`; rows that share an item get the same tensor."""
+    values, items = column.values.to_numpy(), {}
+    places = [(at, at + size) for at, size in zip(column.offsets.to_numpy()[rows], column.sizes.to_numpy()[rows])]
+    for at, end in places:
+        if (at, end) not in items:
+            items[at, end] = torch.from_numpy(values[at:end].copy()).view(field.dtype).reshape(-1, *field.shape)
+    return [items[place] for place in places]
+
+
+def copied(record: pa.RecordBatch, rows: np.ndarray) -> pa.RecordBatch:
+    """A copy of some rows, without items that only other rows have."""
+    copy = record.take(pa.array(rows))
+    for name, field in _fields_of(record).items():
+        if field.kind == RAGGED:
+            views = _views(name, Ragged.of(_items(record.column(name), rows, field)), math.prod(field.shape))
+            copy = copy.set_column(copy.schema.get_field_index(name), copy.schema.field(name), views)
+    return copy
 
 
 def rows_from_arrow(parts: Sequence[SelectedRows], pad_token_id: int) -> DataProto:
@@ -164,33 +197,41 @@ def rows_from_arrow(parts: Sequence[SelectedRows], pad_token_id: int) -> DataPro
     lengths = {kind: np.concatenate([span[kind][:, 1] - span[kind][:, 0] for span in spans]) for kind in "PT"}
     longest = {kind: max(1, int(x.max(initial=0))) for kind, x in lengths.items()}
     tensors: dict[str, Tensor] = {}
-    for name, field in fields.items():
+    items: dict[str, list[Any]] = {name: [] for name, field in fields.items() if field.kind == RAGGED}
+    dense = {name: field for name, field in fields.items() if name not in items}
+    for name, field in dense.items():
         pad: Any = FIELDS[name].pad if name in FIELDS else 0
         shape = field.shape if field.kind == "B" else (longest[field.kind], *field.shape)
         tensors[name] = torch.full((count, *shape), pad_token_id if pad == "pad_token" else pad, dtype=field.dtype)
     objects: list[dict[str, Any]] = []
     for part, columns, span in zip(parts, columns_of, spans):
         theirs, end = _fields_of(part.record), len(objects) + len(part.rows)
-        for name, field in fields.items():
+        for name, of_rows in items.items():
+            of_rows += _items(columns[name], part.rows, fields[name]) if name in theirs else [None] * len(part.rows)
+        for name, field in dense.items():
             target = _bits(tensors[name][len(objects) : end]).numpy()
-            if target.size:
+            if target.size and name in theirs:
                 _fill(target, field, columns[theirs[name].column or name], part.rows, span.get(field.kind))
         objects += [json.loads(text) for text in columns[OTHERS].take(pa.array(part.rows)).to_pylist()]
         part.release()
-    return DataProto.from_dict(tensors | _rebuilt(tensors, lengths, longest), _columns(objects))
+    none = {name: torch.zeros(0, *fields[name].shape, dtype=fields[name].dtype) for name in items}
+    ragged = {name: Ragged.of([none[name] if x is None else x for x in of_rows]) for name, of_rows in items.items()}
+    return DataProto.from_dict(tensors | _rebuilt(tensors, lengths, longest), _columns(objects), ragged=ragged)
 
 
 def _common_fields(records: Sequence[pa.RecordBatch]) -> dict[str, RowField]:
-    """The fields that all record batches have.
+    """The fields that all record batches have, and those of images that some have: the other rows are without.
 
     Raises:
         DataProtoValidationError: dtype or shape of a field differ between them.
     """
     fields = dict(_fields_of(records[0]))
     for others in {id(x): x for x in map(_fields_of, records)}.values():
+        fields |= {name: x for name, x in others.items() if name not in fields and (x.kind == RAGGED or name == KEYS)}
         for name, field in list(fields.items()):
             if name not in others:
-                del fields[name]
+                if field.kind != RAGGED and name != KEYS:
+                    del fields[name]
             elif (other := replace(others[name], column=field.column)) != field:
                 raise contract_error(
                     name, f"{_described(field)} as in other rows of the buffer", _described(other), None

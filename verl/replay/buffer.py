@@ -28,7 +28,7 @@ from verl.checkpoint.core.filesystem import FileSystem, duplicate
 from verl.checkpoint.core.hashing import hash_buffers
 from verl.checkpoint.save.save_request import ExistingFile
 from verl.protocol import DataProto
-from verl.replay.arrow_rows import INDEX, DeviceRows, SelectedRows, rows_from_arrow, rows_to_arrow
+from verl.replay.arrow_rows import INDEX, DeviceRows, SelectedRows, copied, rows_from_arrow, rows_to_arrow
 from verl.replay.config import COMPONENT, MIB, ReplayRequest, TieredReplay, choose
 from verl.replay.remote_tier import RemoteTier
 from verl.replay.shard import (
@@ -354,7 +354,7 @@ class TieredBuffer:
                 continue
             first = int(rows[0])
             for part in shard.select(self.disk, rows[rows < shard.end]):
-                self._hot.append(first, part.record.take(pa.array(part.rows)))  # a copy
+                self._hot.append(first, copied(part.record, part.rows))
                 part.release()
                 first += len(part.rows)
 

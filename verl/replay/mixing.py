@@ -181,5 +181,6 @@ def _like(old: DataProto, new: DataProto) -> DataProto:
         tensors["token_versions"] = old["policy_version"][:, None].expand(old["responses"].shape)
     empty = np.full(len(old), None, dtype=object)  # another reward may have more columns than the previous one
     tensors = {name: tensors[name].to(new[name].device) for name in new.batch if name != "is_replayed"}
-    rows = DataProto.from_dict(tensors, {name: old.non_tensor_batch.get(name, empty) for name in new.non_tensor_batch})
+    columns = {name: old.non_tensor_batch.get(name, empty) for name in new.non_tensor_batch}
+    rows = DataProto.from_dict(tensors, columns, ragged=old.ragged)
     return rows.union(_marked(rows, is_replayed=True))

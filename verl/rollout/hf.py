@@ -33,7 +33,7 @@ from verl.model_paths.check import (
 from verl.model_paths.decode import BatchReader, NextToken, allowed, key_multiple
 from verl.model_paths.expert_routing import routing_of
 from verl.model_paths.families import ModelPaths
-from verl.model_paths.images import ImageRows, has_images
+from verl.model_paths.images import ImageRows, has_images, row_media
 from verl.models.parallel_info import KEPT_COPIES, Autocast, compute_device, computing_in, weights_gathered
 from verl.models.structure import call_model, unwrapped
 from verl.ops.cpu_matmul import packed_weights
@@ -64,7 +64,7 @@ from verl.rollout.hf_rows import (
     slots_distance,
     slots_fault,
 )
-from verl.rollout.rows import assemble_turns, left_padded, media_fields, row_media
+from verl.rollout.rows import assemble_turns, left_padded, media_fields
 from verl.rollout.token_sampler import NOISE_TOKENS, TokenSampler, greedy_rows, noise_keys
 from verl.utils.progress import report
 

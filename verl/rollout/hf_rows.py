@@ -55,7 +55,8 @@ class Slot:
         length: number of processed tokens, including the prompt.
         shift: of the position of the next token from `length`, by images before it.
         prompt: its shared prompt, whose keys and values precede its own.
-        episode, weights: the episode of its tokens, and the name of their adapter; see `TurnRequest`.
+        episode, weights, media_key: the episode of its tokens, the name of their adapter, and the digest of the images
+            that were read; see `TurnRequest`.
         tokens: processed tokens, of an episode that waits for its environment.
     """
 
@@ -65,6 +66,7 @@ class Slot:
     prompt: StoredPrompt | None = None
     episode: int = -1
     weights: str = ""
+    media_key: int = 0
     tokens: list[int] = field(default_factory=list)
 
     @property
@@ -346,8 +348,10 @@ class SlotRows:
     def _slot_for(self, turn: TurnRequest) -> Slot | None:
         """The slot of the turn's episode, or an empty one; None if all are in use."""
         if (slot := self._held.pop(turn.episode, None)) is not None:
-            if len(turn.tokens) <= slot.length or turn.tokens[: slot.length] != slot.tokens:
+            is_same = turn.media_key == slot.media_key and turn.tokens[: slot.length] == slot.tokens
+            if len(turn.tokens) <= slot.length or not is_same:
                 self._clear(slot)
+            slot.media_key = turn.media_key
             return slot
         if not self._free and len(self._slots) < self.max_slots:
             self._slots.append(Slot(len(self._slots)))
@@ -357,7 +361,7 @@ class SlotRows:
         if not self._free:
             return None
         slot = self._free.pop()
-        slot.episode, slot.weights = turn.episode, turn.weights
+        slot.episode, slot.weights, slot.media_key = turn.episode, turn.weights, turn.media_key
         return slot
 
     def _settle(self) -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from verl.errors import RolloutError
+from verl.model_paths.images import row_media
 from verl.ops.sampling import NO_TURN
 from verl.protocol import DataProto
 from verl.rollout.base import (
@@ -28,7 +29,7 @@ from verl.rollout.base import (
     TurnResult,
 )
 from verl.rollout.generation_group import RepeatGeneration
-from verl.rollout.rows import assemble_turns, longest_prompt, prompt_tokens, row_media
+from verl.rollout.rows import assemble_turns, longest_prompt, prompt_tokens
 from verl.utils.memory import on_current_device
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from verl.errors import RolloutError
-from verl.model_paths.images import KEYS, MEDIA, with_media
+from verl.model_paths.images import KEYS, MEDIA, RowMedia, with_media
 from verl.protocol import DataProto
 from verl.protocol.ragged import Ragged
 from verl.rollout.base import TurnEngine, TurnResult
@@ -22,17 +22,10 @@ def prompt_tokens(prompts: DataProto) -> list[list[int]]:
     return masked_rows(prompts["prompts"], prompts["prompt_mask"])
 
 
-def row_media(rows: DataProto) -> list[tuple[int, dict[str, Tensor] | None]]:
-    """The digest and the tensors of the images of each row, by the model's keywords; 0 and None without images."""
-    fields = {name.removeprefix(MEDIA): x for name, x in rows.ragged.items() if name.startswith(MEDIA)}
-    keys = rows[KEYS].tolist() if KEYS in rows.batch else [0] * len(rows)
-    return [(key, {name: x[row] for name, x in fields.items()} if key else None) for row, key in enumerate(keys)]
-
-
-def media_fields(media: Sequence[tuple[int, Mapping[str, Tensor] | None]]) -> DataProto:
-    """The inverse of `row_media`: fields of rows, none if no row has images."""
-    like = next((x for _, x in media if x is not None), None)
-    if like is None:
+def media_fields(media: Sequence[RowMedia], has_keys: bool = False) -> DataProto:
+    """The inverse of `row_media`: fields of rows; none if no row has images, or with `has_keys` the digests alone."""
+    like = next((x for _, x in media if x is not None), {})
+    if not like and not has_keys:
         return DataProto()
     absent = {name: x[:0] for name, x in like.items()}
     ragged = {f"{MEDIA}{name}": Ragged.of([(x or absent)[name] for _, x in media]) for name in like}

@@ -71,6 +71,8 @@ class AgentProgram(HostedDescription):
             yield f"path is {self.path!r}: expected file.py:function or module:function."
         if self.history != "append":
             yield "history is rerender: the program writes its messages itself. Set it to append."
+        if self.images:
+            yield "images is true: requests of programs are texts. Set it to false."
 
     def machine_faults(self) -> Iterator[str]:
         yield from super().machine_faults()

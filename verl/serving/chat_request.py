@@ -56,6 +56,16 @@ class _TextPart(_Typed):
     text: str
 
 
+class _ImageURL(_Typed):
+    url: str
+    detail: Literal["auto", "high"] | None = None
+
+
+class _ImagePart(_Typed):
+    type: Literal["image_url"]
+    image_url: _ImageURL
+
+
 class _FunctionCall(_Typed):
     name: str
     arguments: str
@@ -68,7 +78,7 @@ class _ToolCall(_Typed):
 
 class _Message(_Typed):
     role: str
-    content: str | list[_TextPart] | None = None
+    content: str | list[Annotated[_TextPart | _ImagePart, Field(discriminator="type")]] | None = None
     name: str | None = None
     tool_call_id: str | None = None
     tool_calls: list[_ToolCall] | None = None
@@ -140,7 +150,7 @@ def parse_request(
     except ValidationError as error:
         faults = error.errors(include_url=False, include_context=False, include_input=False)
         reasons = "; ".join(f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in faults[:MOST_FAULTS])
-        raise Refused(400, f"{reasons}. Contents are texts only.", str(faults[0]["loc"][0])) from error
+        raise Refused(400, reasons, str(faults[0]["loc"][0])) from error
     return body, chat
 
 

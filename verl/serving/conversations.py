@@ -103,6 +103,7 @@ class KnownConversation:
         number: of the conversation; turns of one conversation share keys and values.
         ids: all tokens, including those of the last turn.
         num_turns: number of turns of the policy.
+        takes_images: no turn has a placeholder of an image, which would be taken for that of a later image.
     """
 
     number: int
@@ -110,6 +111,7 @@ class KnownConversation:
     sample_id: int
     ids: tuple[int, ...]
     num_turns: int
+    takes_images: bool = True
 
 
 class KnownConversations:
@@ -140,7 +142,9 @@ class KnownConversations:
         """Remember a conversation, whose last message is the policy's."""
         key = key_of(messages, tools)  # outside of the lock: it takes long for long conversations
         with self._lock:
-            self._known[key], self._named[name] = conversation, messages
+            self._known[key] = conversation
+            if not image_urls(messages):  # which take memory, and the API that asks by name has none
+                self._named[name] = messages
             for entries in (self._known, self._named):
                 while len(entries) > self._limit:
                     entries.popitem(last=False)
@@ -148,7 +152,8 @@ class KnownConversations:
 
 def key_of(messages: Sequence[Message], tools: Any) -> str:
     """A key that is equal for equivalent lists of messages: empty fields are ignored."""
-    return json.dumps([[_canonical(message) for message in messages], tools or None], sort_keys=True)
+    text = json.dumps([[_canonical(message) for message in messages], tools or None], sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def _canonical(message: Message) -> list[Any]:
@@ -156,7 +161,29 @@ def _canonical(message: Message) -> list[Any]:
         [call.get("id"), call["function"]["name"], call["function"]["arguments"]]
         for call in message.get("tool_calls") or ()
     ]
-    return [message.get("role"), text_of(message), calls, message.get("tool_call_id"), message.get("name")]
+    return [message.get("role"), content_of(message), calls, message.get("tool_call_id"), message.get("name")]
+
+
+def image_urls(messages: Sequence[Message]) -> dict[str, str]:
+    """The URLs of the images of messages, by their place in the body of the request."""
+    return {
+        f"messages.{number}.content.{place}.image_url.url": part["image_url"]["url"]
+        for number, message in enumerate(messages)
+        if isinstance(content := message.get("content"), list)
+        for place, part in enumerate(content)
+        if part.get("type") == "image_url"
+    }
+
+
+def content_of(message: Message) -> str | list[dict[str, str]]:
+    """The text of a message, or if it has images its parts, in the form of an observation."""
+    if not image_urls([message]):
+        return text_of(message)
+    parts = (
+        ({"type": "image", "image": x["image_url"]["url"]} if x["type"] == "image_url" else x)
+        for x in message["content"]
+    )
+    return [x if x["type"] == "image" else {"type": "text", "text": text_of({"content": [x]})} for x in parts]
 
 
 def text_of(message: Message) -> str:

@@ -8,6 +8,7 @@ request ── messages ──> tokens ──> queue ──> turns of the engine
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import itertools
 import json
@@ -26,14 +27,25 @@ from typing import Any
 import pydantic_core
 
 from verl.data.chat_template import ChatTemplate, text_tokens
+from verl.data.images import PLACEHOLDER, BadImage, CheckedImage
 from verl.environments.base import EnvironmentDescription
 from verl.environments.observation_tokens import ObservationEncoder
 from verl.environments.tool_calls.parse import ToolCall, ToolFormat, parse_calls
 from verl.environments.tool_calls.round_trip import format_of
 from verl.errors import ConfigError, RolloutError, error_text
+from verl.model_paths.images import RowMedia
 from verl.ops.sampling import EVALUATION
 from verl.rollout.base import GenerationRequest, TurnEngine, TurnRequest, TurnResult
-from verl.serving.conversations import KnownConversation, KnownConversations, Message, RecordedTurn, Session, text_of
+from verl.serving.conversations import (
+    KnownConversation,
+    KnownConversations,
+    Message,
+    RecordedTurn,
+    Session,
+    content_of,
+    image_urls,
+    text_of,
+)
 from verl.serving.token_text import TurnText
 from verl.utils.memory import on_current_device
 
@@ -115,10 +127,12 @@ class PolicyEndpoint:
             messages are joined as its episodes are. None for none.
         joins_texts: join messages as one text, without the chat template, as in a training whose prompts were texts.
         request: step and stream of the sampling noise; None for step 0 of the evaluation.
+        max_pixels: larger images are scaled down to this many; None for the limits of the model's processor.
     Attributes:
         recorded: all answered requests, in the order of the answers.
         format_fault: why calls of the model cannot be parsed, so that requests with tools are refused; None if they
             can.
+        images_fault: why images are refused; None if they are not.
         failure: why turns are no longer generated; None while they are.
     """
 
@@ -135,9 +149,10 @@ class PolicyEndpoint:
         environment: EnvironmentDescription | None = None,
         joins_texts: bool = False,
         request: GenerationRequest | None = None,
+        max_pixels: int | None = None,
     ):
         self.tokenizer, self.max_new_tokens, self.row_tokens = tokenizer, max_new_tokens, row_tokens
-        self.chat = ChatTemplate(tokenizer, chat_template)
+        self.chat = ChatTemplate(tokenizer, chat_template, max_pixels=max_pixels)
         self.style: ToolFormat = "plain"
         self.format_fault: str | None = None
         try:
@@ -147,6 +162,8 @@ class PolicyEndpoint:
         self.encoder = ObservationEncoder(tokenizer, self.chat, stop_ids, row_tokens, self.style)
         self.tools = [] if environment is None else [dict(schema) for schema in environment.tool_schemas()]
         self._is_text = joins_texts or (environment is not None and self.chat.source is None)
+        self.images_fault = "the policy reads no images" if self.chat.images.token is None or self._is_text else None
+        self._images = functools.lru_cache(4)(self._read_images)  # for the choices of a request
         self._suffix = str(getattr(environment, "suffix", ""))  # after a tool result in a text
         self._continues = environment is None or environment.history == "append"
         self.recorded: list[RecordedTurn] = []
@@ -209,7 +226,12 @@ class PolicyEndpoint:
             )
         conversations = self.known if session is None else session.known
         tools = tools or self.tools or None
-        before, continues = self._conversation_of(messages, tools, sample, conversations)
+        urls = image_urls(messages)
+        if urls and (session is not None or self.images_fault is not None):
+            reason = self.images_fault or "environment=agent_program takes none"
+            raise ConfigError(f"{next(iter(urls))}: an image, and {reason}")
+        images, media = self._images(tuple(urls.items()))
+        before, continues = self._conversation_of(messages, tools, sample, conversations, images)
         room = self.row_tokens - len(before.ids)
         if room < 1:
             if session is not None:
@@ -224,14 +246,15 @@ class PolicyEndpoint:
             before = replace(before, prompt_id=session.prompt_id, sample_id=session.sample_id, num_turns=turn)
         key = before.prompt_id, before.sample_id, before.num_turns
         noise = self._noise_of.step, self._noise_of.stream, self._noise_of.greedy
-        request = TurnRequest(before.number, ids, *key, limit, *noise)
+        request = TurnRequest(before.number, ids, *key, limit, *noise, media_key=media[0], media=media[1])
         name = (name or uuid.uuid4().hex) + (f"-{choice}" if choice else "")
 
         def finish(sampled: TurnResult, text: str, stop: str) -> Completion:
             columns = before.ids, tuple(sampled.tokens), tuple(sampled.log_probs), sampled.is_complete, text
             turn = RecordedTurn(f"chatcmpl-{name}", *columns)
             message, finish_reason = self._message(turn, tools if reads_calls else None)
-            after = KnownConversation(before.number, before.prompt_id, before.sample_id, turn.ids, before.num_turns + 1)
+            takes_images = before.takes_images and self.chat.images.token not in turn.token_ids
+            after = replace(before, ids=turn.ids, num_turns=before.num_turns + 1, takes_images=takes_images)
             conversations.add([*messages, message], tools, after, name)
             with self._lock:
                 (self.recorded if session is None else session.recorded).append(turn)
@@ -256,8 +279,23 @@ class PolicyEndpoint:
         if record is not None:
             record.close()
 
+    def _read_images(self, urls: tuple[tuple[str, str], ...]) -> tuple[list[CheckedImage], RowMedia]:
+        """The images of a request, by place and data URL, and what the model reads of them."""
+        images, path = [], ""
+        try:
+            for path, url in urls:  # noqa: B007 - used below
+                images.append(self.chat.images.read(url))
+            return images, self.chat.images.joined((0, None), images)
+        except BadImage as error:
+            raise ConfigError(f"{path}: {error}") from None
+
     def _conversation_of(
-        self, messages: Sequence[Message], tools: Any, sample: int | None, conversations: KnownConversations
+        self,
+        messages: Sequence[Message],
+        tools: Any,
+        sample: int | None,
+        conversations: KnownConversations,
+        images: Any,
     ) -> tuple[KnownConversation, bool]:
         """The tokens before the turn, and whether they continue those of an earlier one.
 
@@ -265,31 +303,34 @@ class PolicyEndpoint:
         """
         if self._continues and (position := conversations.find(messages, tools)) is not None:
             known, new = position
+            if image_urls(new) and not known.takes_images:
+                raise ConfigError("messages: the policy has written the token of images, so no image can follow.")
             texts = [{**text, "content": self._content(text)} for text in _with_tool_names(messages, new)]
             ids = self.encoder.encode(texts, is_chat=not self._is_text, last=known.ids[-1])
             # A new number: two requests may continue the same turn, and keys and values belong to one of them.
             known = replace(known, number=next(self._numbers), ids=(*known.ids, *ids))
             return known, True
-        ids = self._rendered(messages, tools)
+        ids = self._rendered(messages, tools, images)
         if not ids:
             raise ConfigError("messages: no token of the policy is in them.")
-        prompt_id = _noise_key(array("q", ids).tobytes())
+        prompt_id = _noise_key(b"".join([array("q", ids).tobytes(), *(image.digest for image in images)]))
         if sample is None:
             with self._lock:
                 sample = self._begun[prompt_id]
                 self._begun[prompt_id] += 1
         return KnownConversation(next(self._numbers), prompt_id, sample, ids, 0), False
 
-    def _content(self, message: Message) -> str:
+    def _content(self, message: Message) -> Any:
         is_result = self._is_text and message["role"] == "tool"
-        return text_of(message) + (self._suffix if is_result else "")
+        return text_of(message) + self._suffix if is_result else content_of(message)
 
-    def _rendered(self, messages: Sequence[Message], tools: Any) -> tuple[int, ...]:
+    def _rendered(self, messages: Sequence[Message], tools: Any, images: Sequence[CheckedImage]) -> tuple[int, ...]:
         """The tokens of a new conversation, as in training: by the chat template, or as one text without one."""
         if self._is_text:
             return tuple(text_tokens(["".join(map(self._content, messages))], self.tokenizer)[0])
         written = None if tools is self.tools and not self.chat.reads_tools else tools
         text = self.chat.render([_for_template(m) for m in messages], "messages", reply_follows=True, tools=written)
+        text = self.chat.images.expanded(text, images) if images else text
         return tuple(self.tokenizer(text, add_special_tokens=False).input_ids)
 
     def _message(self, turn: RecordedTurn, tools: Any) -> tuple[dict[str, Any], str]:
@@ -372,19 +413,23 @@ def _parameters(tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Mapping[
 
 
 def _with_tool_names(messages: Sequence[Message], new: Sequence[Message]) -> list[dict[str, Any]]:
-    """New messages as texts; the result of a tool gets the name of the call that it answers."""
+    """New messages; the result of a tool gets the name of the call that it answers."""
     calls = [call for message in messages for call in message.get("tool_calls") or ()]
     names = {str(call.get("id")): call["function"]["name"] for call in calls}
     return [
-        {"role": message["role"], "content": text_of(message)}
+        {"role": message["role"], "content": message.get("content")}
         | ({"name": name} if (name := message.get("name") or names.get(str(message.get("tool_call_id")))) else {})
         for message in new
     ]
 
 
 def _for_template(message: Message) -> dict[str, Any]:
-    """A message in the form that chat templates take: text contents, and call arguments as mappings."""
-    converted: dict[str, Any] = {"role": message["role"], "content": text_of(message)}
+    """A message in the form that chat templates take: a text, or parts with bare images, and call arguments as
+    mappings."""
+    content = content_of(message)
+    if isinstance(content, list):
+        content = [x if x["type"] == "text" else PLACEHOLDER for x in content]
+    converted: dict[str, Any] = {"role": message["role"], "content": content}
     converted |= {name: message[name] for name in ("name", "tool_call_id") if message.get(name) is not None}
     calls = []
     for call in message.get("tool_calls") or ():

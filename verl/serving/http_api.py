@@ -21,6 +21,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import unquote
 
+from verl.data.images import MAX_BYTES
 from verl.errors import ConfigError, RolloutError
 from verl.serving import translate_chat, translate_messages, translate_responses
 from verl.serving.chat_request import Refused, parse_request
@@ -31,6 +32,7 @@ from verl.serving.token_text import TokenBytes
 log = logging.getLogger(__name__)
 
 BODY_BYTES, BODY_BYTES_PER_TOKEN = 64 * 2**10, 32  # of a body: the first, and the second for each token of the context
+IMAGE_BYTES = 2 * MAX_BYTES  # of a body for a policy that reads images
 READ_TIMEOUT_S = 60.0  # for the next bytes of a client
 LINGER_S, LINGER_IDLE_S = 10.0, 2.0  # to read on after a refusal
 SESSION = "/sessions/"  # before the name of a session, in a path
@@ -93,7 +95,7 @@ class PolicyServer(ThreadingHTTPServer):
             options = stops, chat.get("tool_choice") != "none", is_streamed
             turns = [self.endpoint.begin(*request, choice, *options) for choice in range(chat.get("n") or 1)]
         except (ConfigError, ValueError) as error:
-            raise Refused(400, str(error)) from error
+            raise Refused(400, str(error), "messages" if str(error).startswith("messages") else None) from error
         reply = translate_chat.Reply(name, self.model, body, chat, self._token_bytes)
         if is_streamed:
             return api.events(reply, turns)
@@ -165,6 +167,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.is_unread = True
         lengths = self.headers.get_all("Content-Length") or []
         most = BODY_BYTES + BODY_BYTES_PER_TOKEN * self.server.endpoint.row_tokens  # more cannot fit a conversation
+        most += 0 if self.server.endpoint.images_fault else IMAGE_BYTES
         if "Transfer-Encoding" in self.headers or not lengths:
             raise Refused(411, "the body needs a Content-Length; chunks are not supported")
         length = lengths[0].strip()

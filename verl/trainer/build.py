@@ -223,6 +223,7 @@ class PolicyTrainer(LoopTrainer):
         context = replace(
             context,
             chat_template=getattr(run.data, "chat_template", None),
+            max_pixels=getattr(run.data, "max_pixels", None),
             tools=() if run.environment is None else run.environment.tool_schemas(),
             prompts=None if run.environment is None else run.environment.prompts,
         )
@@ -255,9 +256,14 @@ class PolicyTrainer(LoopTrainer):
         Sets `reward` (None if it is a role, started in phase 5), `tracker` and `stages`.
         """
         self.has_tools = run.environment is not None and (run.environment.has_tools or bool(context.tools))
+        chat = ChatTemplate(context.tokenizer, context.chat_template)
+        has_chats = "prompt_messages" in getattr(self.train_data, "columns", ())
+        if run.environment is not None and run.environment.images and (chat.images.token is None or not has_chats):
+            raise ConfigError(
+                "environment.images is true: it needs an actor.model that reads images, and chats as prompts."
+            )
         if run.environment is not None and self.has_tools:
-            chat = ChatTemplate(context.tokenizer, context.chat_template)
-            check_template(run.environment, chat, "prompt_messages" in getattr(self.train_data, "columns", ()))
+            check_template(run.environment, chat, has_chats)
         if run.reward_as_role is None:
             with faults_below("reward"):
                 self.reward = in_time(run.reward.build(context))

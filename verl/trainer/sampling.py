@@ -183,7 +183,8 @@ class Sampling:
     def _described(self, rows: DataProto, prompts: DataProto) -> DataProto:
         """Responses with the data columns of their prompts, and their texts."""
         texts: Any = response_texts(rows, self.tokenizer)
-        columns = prompts.select([], list(prompts.non_tensor_batch))[rows["group_ids"]]
+        ragged = [] if rows.ragged else None  # episodes may have seen more images than their prompts have
+        columns = prompts.select([], list(prompts.non_tensor_batch), ragged_keys=ragged)[rows["group_ids"]]
         return without_dropped(rows.union(columns, DataProto.from_dict(non_tensors={"response_text": texts})))
 
     def _prepared(self, prompts: DataProto) -> DataProto:

@@ -245,8 +245,6 @@ def image_faults(run: Any) -> list[str]:
             if getattr(degrees, name) > 1
         ]
     faults += [] if rollout is None else rollout.faults_with_images()
-    if getattr(run, "replay", None) is not None:
-        faults.append("replay is set, and the prompts have images: the replay buffer keeps none. Set replay=off.")
     return list(dict.fromkeys(faults))
 
 

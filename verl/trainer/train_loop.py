@@ -190,7 +190,10 @@ class LoopTrainer(ABC):
         Raises:
             ConfigError: they have images, which the run cannot train on.
         """
-        if getattr(splits, "has_images", False) and (faults := image_faults(self.description)):
+        has_images = getattr(splits, "has_images", False) or getattr(
+            getattr(self.description, "environment", None), "images", False
+        )
+        if has_images and (faults := image_faults(self.description)):
             raise ConfigError(faults)
         self.train_data, self.eval_data = splits.train, splits.eval
         self.data_counts, self.settled_data = report_counts(splits), splits.settled

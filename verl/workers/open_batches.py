@@ -247,6 +247,7 @@ class EpisodeBatch(ResponseBatch, TurnEngine):
         episodes = self._episodes()
         for episode, state in zip(episodes, states, strict=True):
             load_episode(episode, state)
+            self.generator.show(episode, state.get("images", ()))
         self._play(episodes)
         self._loaded = {x.number: state["open"] for x, state in zip(episodes, states, strict=True) if not x.end}
         self._make_again([episode for episode in episodes if not episode.end])

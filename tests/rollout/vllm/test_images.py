@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from environments.picture_game import PictureGames
 from image_models import save_image_model
 from refusals import refusal
 from rollout.vllm.test_families import outcomes
 from same_training import compared, course
 from trainer.runs import BRIEF_GRPO, fit, step_lines
+from trainer.test_async_episodes import STOPS, playing
 
 from verl.data.shapes import ShapesPrompts
 from verl.models.pretrained import Pretrained
@@ -63,6 +65,17 @@ def test_a_run_with_vllm_trains_as_one_with_hf(tmp_path):
     start = MODEL.load_causal_lm("cpu").state_dict()
     assert all(torch.allclose(x, ours.weights[name], atol=2e-4) for name, x in theirs.weights.items())
     assert any("vision" in name and not torch.equal(x, start[name]) for name, x in theirs.weights.items())
+
+
+@pytest.mark.slow
+def test_turns_of_episodes_see_the_images_of_observations(tmp_path):
+    rollout = VLLMRollout(max_new_tokens=6, kv_cache_gib=0.02, stop_token_ids=STOPS)
+    options: dict[str, Any] = {**RUN, "environment": PictureGames(images=True, max_tokens=100, max_turns=3)}
+    model = TinyImageText(context_length=160)
+    fit(playing(model, tmp_path, rollout=rollout, mode="sync", max_staleness=1, **options), tmp_path / "run")
+    for line in step_lines(tmp_path / "run"):
+        assert line["episode/turns"] > 1
+        assert line["rollout/log_prob_gap_max_nats"] < 1e-4
 
 
 @pytest.mark.parametrize(("family", "name"), [("gemma3", "Gemma3"), ("qwen3_5", "Qwen3_5")])

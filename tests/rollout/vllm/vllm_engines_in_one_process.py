@@ -28,6 +28,7 @@ from model_paths.test_images import batch_of, prompts_of
 from rollout.engines import agreement, generate, plain_log_probs, random_prompts, save_family, shake
 
 from verl.errors import WeightSyncError
+from verl.model_paths.images import row_media
 from verl.models.lora import LoRA
 from verl.models.pretrained import Pretrained
 from verl.ops.sampling import NO_TURN
@@ -40,7 +41,7 @@ from verl.rollout.model_log_probs import trainer_log_probs
 from verl.rollout.proof.fingerprints import ProbeVectors
 from verl.rollout.proof.probe import probe_rows
 from verl.rollout.proof.verifier import SyncVerifier, VerifyRequest
-from verl.rollout.rows import assemble_turns, prompt_tokens, row_media
+from verl.rollout.rows import assemble_turns, prompt_tokens
 from verl.rollout.token_sampler import TokenSampler
 from verl.rollout.vllm.config import VLLMRollout
 from verl.rollout.vllm.engine_args import as_config_error, engine_args, write_model_directory

@@ -646,10 +646,12 @@ function turnsOf(episode) {
     if (turn.reward) add("reward", ` [${+turn.reward.toPrecision(6)}]`, "reward of the turn");
     parts.push("\n");
     if (turn.observation === null) return;
-    const text = typeof turn.observation === "string" ? turn.observation
-      : turn.observation.map((message) => message.content).join("\n");
+    const contents = (typeof turn.observation === "string" ? [turn.observation]
+      : turn.observation.map((message) => message.content)).flat();
+    const text = contents.map((part) => part.image ? "" : part.text ?? part).join("\n");
     const calls = turn.calls.map((call) => `${call.name} ${call.outcome} ${call.seconds.toPrecision(3)} s ${call.error}`);
     add("environment", text, ["of the environment, masked", ...calls].join("\n"));
+    for (const part of contents) if (part.image) parts.push(element("img", {src: part.image, alt: "image of the environment"}));
     parts.push("\n");
   });
   add("reward", `ended by ${episode.end}`, `${episode.seconds.toPrecision(3)} s`);

@@ -9,11 +9,13 @@ is empty.
 """
 
 import asyncio
+import base64
 import contextlib
 import faulthandler
 import importlib
 import importlib.util
 import inspect
+import io
 import json
 import os
 import queue
@@ -107,7 +109,7 @@ def as_flag(value, name):
 
 
 def as_observation(value, method):
-    """The observation with plain `str` texts.
+    """The observation with plain `str` texts, and each image as a data URL.
 
     Raises:
         BadAnswer: it is not a text, list of chat messages or None, or has a text that is not valid Unicode.
@@ -117,12 +119,47 @@ def as_observation(value, method):
     if isinstance(value, str):
         return as_text(value, method)
     if isinstance(value, (list, tuple)) and all(
-        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in value
+        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), (str, list, tuple))
+        for m in value
     ):
-        return [{**m, **{name: as_text(m[name], method) for name in ("role", "content")}} for m in value]
+        return [{**m, "role": as_text(m["role"], method), "content": as_content(m["content"], method)} for m in value]
     raise BadAnswer(
         f"{method} gave an observation of type {type(value).__name__}: expected a text, chat messages or None"
     )
+
+
+def as_content(value, method):
+    """The content of a message: a text, or a list of parts `{"type": "text", "text": ...}` and `{"type": "image",
+    "image": ...}`, each image a data URL.
+
+    Args:
+        value: a text, an image of Pillow, or a list of these and of such parts, in which an image may also be the bytes
+            or the path of a file.
+    Raises:
+        BadAnswer: it is something else, or an image cannot be read.
+    """
+    if isinstance(value, str):
+        return as_text(value, method)
+    return [as_part(part, method) for part in (value if isinstance(value, (list, tuple)) else [value])] or ""
+
+
+def as_part(part, method):
+    kind = part.get("type") if isinstance(part, dict) else None
+    text = part.get("text") if kind == "text" else part
+    if isinstance(text, str):
+        return {"type": "text", "text": as_text(text, method)}
+    image = part.get("image") if kind == "image" else part
+    try:
+        if hasattr(image, "getexif"):
+            image.save(content := io.BytesIO(), "PNG")
+            image = content.getvalue()
+        elif isinstance(image, (str, os.PathLike)) and not str(image).startswith("data:"):
+            with open(image, "rb") as file:
+                image = file.read()
+        url = image if isinstance(image, str) else f"data:image/*;base64,{base64.b64encode(image).decode()}"
+    except Exception as error:  # noqa: BLE001 - of Pillow, or of the file
+        raise BadAnswer(f"{method} gave {shown(part)} for a text or an image: {text_of(error)}") from None
+    return {"type": "image", "image": url}
 
 
 def as_text(value, method):
@@ -335,7 +372,8 @@ def call_tool(function, request, replies):
     reply = {"id": request["id"]}
     try:
         result = function(**request["arguments"])
-        reply["value"] = asyncio.run(awaited(result)) if inspect.isawaitable(result) else result
+        result = asyncio.run(awaited(result)) if inspect.isawaitable(result) else result
+        reply["value"] = as_content(result, request["name"])
     except (ConnectionError, TimeoutError, MemoryError) as error:
         reply.update(failure(error, function))
     except BaseException as error:  # noqa: BLE001 - code of the user

@@ -54,7 +54,7 @@ class PythonTool:
         self.parameters = {"type": "object", "properties": {}, "required": []} | self.parameters
 
     def __call__(self, **arguments: Any) -> Any:
-        """Call the function; returns the result as text, or a coroutine for it.
+        """Call the function; returns its result `as_result`, or a coroutine for it.
 
         Raises:
             ValueError: an argument is missing, unknown or of the wrong type.
@@ -64,11 +64,11 @@ class PythonTool:
             result = self._call(**arguments)
         except ValidationError as error:
             raise ValueError(self._fault(error)) from None
-        return self._awaited(result) if inspect.isawaitable(result) else as_text(result)
+        return self._awaited(result) if inspect.isawaitable(result) else as_result(result)
 
-    async def _awaited(self, result: Any) -> str:
+    async def _awaited(self, result: Any) -> Any:
         try:
-            return as_text(await result)
+            return as_result(await result)
         except ValidationError as error:  # coroutine functions validate when they are awaited
             raise ValueError(self._fault(error)) from None
 
@@ -100,6 +100,16 @@ def _jsonable(value: Any) -> Any:
         if callable(getattr(value, method, None)):
             return getattr(value, method)()
     raise TypeError(f"a {type(value).__name__} is no text")
+
+
+def as_result(value: Any) -> Any:
+    """A tool's return value: unchanged if it is an image of Pillow or `{"type": "image", "image": ...}`, or a list with
+    one; anything else as text."""
+    values = value if isinstance(value, (list, tuple)) else (value,)
+    is_image = (
+        hasattr(x, "getexif") or (isinstance(x, dict) and x.get("type") == "image" and "image" in x) for x in values
+    )
+    return value if any(is_image) else as_text(value)
 
 
 def as_text(value: Any) -> str:

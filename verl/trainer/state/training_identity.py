@@ -44,6 +44,7 @@ DEFAULTS_OF_OLDER_CHECKPOINTS = {
     "data.max_pixels": None,
     "environment": None,
     "environment.history": "append",
+    "environment.images": False,
     "algorithm.advantage.discount": "token",
     "algorithm.final_entropy_coef": None,
     "algorithm.distill": None,
