@@ -212,6 +212,21 @@ def test_an_interrupted_run_continues_with_the_images_of_its_journal(saved, tmp_
     assert len(last.asked) + reused == sum(len(record["calls"]) - 1 for record in whole["episode"])
 
 
+def test_an_answer_of_the_journal_is_that_to_the_same_images(saved, tmp_path):
+    """Prompts of equal tokens: the reset of an episode is found again, and repeated, for the same image alone."""
+    source = saved("qwen2_5_vl")
+    net, tokenizer = source.load_causal_lm("cpu"), source.load_tokenizer()
+    found = []
+    for seed in (1, 2, 1):
+        environment = Recovering(answer=Counting(), max_tokens=60, max_turns=2)
+        engine = engine_of(environment, model=(net, tokenizer), stop_token_ids=LETTERS)
+        engine.journal = EpisodeJournal(tmp_path / "episode_journal", "the same in every life", 0)
+        with contextlib.closing(engine):
+            rows = engine.generate(prompts_of(tokenizer, [[seed]]), GenerationRequest(0, 1))
+        found.append(rows["episode"][0]["journal"]["replayed"])
+    assert found == [0, 0, 1]
+
+
 def zoom(number: int) -> list:
     """Gives a picture."""
     return ["here: ", picture(number)]

@@ -164,7 +164,7 @@ def test_a_resumed_run_of_episodes_that_show_images_has_the_bits_of_the_first(ki
         return update(self, experience, step)
 
     monkeypatch.setattr(PPOTrainer, "update", noted)
-    options: dict[str, Any] = {"data": PromptFiles(train_files=data_file(tmp_path, answer="3"), max_prompt_length=400)}
+    options: dict[str, Any] = {"data": PromptFiles(train_files=data_file(tmp_path, answer="3"), max_prompt_length=200)}
     options["environment"] = PictureGames(images=True, max_tokens=200, max_turns=3)
     make = in_flight if kind == "in_flight" else functools.partial(playing, mode="sync", max_staleness=1)
     fit(make(source, tmp_path / "first", **options), tmp_path / "first/run")
@@ -177,19 +177,21 @@ def test_a_resumed_run_of_episodes_that_show_images_has_the_bits_of_the_first(ki
     assert seen[last:] == seen[2:last]
     assert len({key for _, rows in seen[:last] for key, *_ in rows}) > 2 * last
     for line in first.metrics.values():
-        assert line["rollout/log_prob_gap_nats"] < 1e-9 or kind == "in_flight"
+        assert kind == "in_flight" or line["rollout/log_prob_gap_nats"] < 1e-9
 
 
-@pytest.mark.parametrize(
-    ("chats", "family", "path"), [(False, FAMILY, "environment.images"), (True, None, "environment.images")]
-)
-def test_images_of_an_environment_are_refused_where_nothing_reads_them(chats, family, path, model, tmp_path):
-    file = tmp_path / "rows.jsonl"
-    prompt = [{"role": "user", "content": "how many?"}] if chats else "how many?"
-    file.write_text(json.dumps({"prompt": prompt}) + "\n")
-    source = Pretrained(path=str(model), images=True) if family else TinyModel(context_length=160)
-    run = playing(source, tmp_path, environment=PictureGames(images=True), data=PromptFiles(train_files=(str(file),)))
-    with refusal(path):
+@pytest.mark.parametrize("lacks", ["chats", "a model"])
+def test_images_of_an_environment_are_refused_where_nothing_reads_them(lacks, model, tmp_path):
+    file, source = tmp_path / "rows.jsonl", Pretrained(path=str(model), images=True)
+    prompt: Any = "how many?" if lacks == "chats" else [{"role": "user", "content": "how many?"}]
+    file.write_text((json.dumps({"prompt": prompt}) + "\n") * 2)
+    run = playing(
+        source if lacks == "chats" else TinyModel(context_length=160),
+        tmp_path,
+        environment=PictureGames(images=True, max_tokens=60),
+        data=PromptFiles(train_files=(str(file),), max_prompt_length=40),
+    )
+    with refusal("environment.images", value=True):
         run.build(BuildContext(run_dir=tmp_path / "run"))
 
 

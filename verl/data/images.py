@@ -226,7 +226,7 @@ def with_images(
                 hint = f", or images_key, which is {images_key!r}, to null" if given else ""
                 raise BadImage(f"it has an image, and the model reads none. Set actor.model to one that does{hint}")
             chats[index], values = _extracted(row.get(key), given)
-            sources[index] = [_numbered(number, source_of, x, rows.directory(index)) for number, x in enumerate(values)]
+            sources[index] = [named(f"image {n}", source_of, x, rows.directory(index)) for n, x in enumerate(values)]
         except BadImage as error:
             faults[index] = str(error)
     images: list[tuple[CheckedImage, ...]] = [()] * len(rows)
@@ -235,7 +235,7 @@ def with_images(
         checks = {known: pool.submit(checked, source, max_pixels) for known, source in distinct.items()}
         for count, (index, of_row) in enumerate(sources.items(), start=1):
             try:
-                images[index] = tuple(_numbered(number, checks[_id(x)].result) for number, x in enumerate(of_row))
+                images[index] = tuple(named(f"image {n}", checks[_id(x)].result) for n, x in enumerate(of_row))
             except BadImage as error:
                 faults[index] = str(error)
             if time.monotonic() > told + 10:
@@ -254,11 +254,12 @@ def with_images(
     return replace(rows, values=values, images=images).only([i for i in range(len(rows)) if i not in faults])
 
 
-def _numbered(number: int, call: Callable[..., Any], *arguments: Any) -> Any:
+def named(name: str, call: Callable[..., Any], *arguments: Any) -> Any:
+    """The result of a call; the image has this name in its errors."""
     try:
         return call(*arguments)
     except BadImage as error:
-        raise BadImage(f"image {number}: {error}") from None
+        raise BadImage(f"{name}: {error}") from None
 
 
 def _as_list(value: Any) -> list[Any]:

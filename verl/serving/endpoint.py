@@ -27,7 +27,7 @@ from typing import Any
 import pydantic_core
 
 from verl.data.chat_template import ChatTemplate, text_tokens
-from verl.data.images import PLACEHOLDER, BadImage, CheckedImage
+from verl.data.images import PLACEHOLDER, CheckedImage, named
 from verl.environments.base import EnvironmentDescription
 from verl.environments.observation_tokens import ObservationEncoder
 from verl.environments.tool_calls.parse import ToolCall, ToolFormat, parse_calls
@@ -281,13 +281,8 @@ class PolicyEndpoint:
 
     def _read_images(self, urls: tuple[tuple[str, str], ...]) -> tuple[list[CheckedImage], RowMedia]:
         """The images of a request, by place and data URL, and what the model reads of them."""
-        images, path = [], ""
-        try:
-            for path, url in urls:  # noqa: B007 - used below
-                images.append(self.chat.images.read(url))
-            return images, self.chat.images.joined((0, None), images)
-        except BadImage as error:
-            raise ConfigError(f"{path}: {error}") from None
+        images = [named(path, self.chat.images.read, url) for path, url in urls]
+        return images, self.chat.images.joined((0, None), images)
 
     def _conversation_of(
         self,

@@ -128,7 +128,7 @@ def as_observation(value, method):
     )
 
 
-def as_content(value, method):
+def as_content(value, method) -> Any:
     """The content of a message: a text, or a list of parts `{"type": "text", "text": ...}` and `{"type": "image",
     "image": ...}`, each image a data URL.
 
@@ -148,18 +148,24 @@ def as_part(part, method):
     text = part.get("text") if kind == "text" else part
     if isinstance(text, str):
         return {"type": "text", "text": as_text(text, method)}
-    image = part.get("image") if kind == "image" else part
     try:
-        if hasattr(image, "getexif"):
-            image.save(content := io.BytesIO(), "PNG")
-            image = content.getvalue()
-        elif isinstance(image, (str, os.PathLike)) and not str(image).startswith("data:"):
-            with open(image, "rb") as file:
-                image = file.read()
-        url = image if isinstance(image, str) else f"data:image/*;base64,{base64.b64encode(image).decode()}"
+        return {"type": "image", "image": data_url(part.get("image") if kind == "image" else part)}
     except Exception as error:  # noqa: BLE001 - of Pillow, or of the file
         raise BadAnswer(f"{method} gave {shown(part)} for a text or an image: {text_of(error)}") from None
-    return {"type": "image", "image": url}
+
+
+def data_url(image):
+    if hasattr(image, "getexif"):
+        image.save(content := io.BytesIO(), "PNG")
+        data = content.getvalue()
+    elif isinstance(image, str) and image.startswith("data:"):
+        return image
+    elif isinstance(image, (str, os.PathLike)):
+        with open(image, "rb") as file:
+            data = file.read()
+    else:
+        data = image
+    return f"data:image/*;base64,{base64.b64encode(data).decode()}"
 
 
 def as_text(value, method):

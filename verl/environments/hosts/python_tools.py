@@ -106,10 +106,8 @@ def as_result(value: Any) -> Any:
     """A tool's return value: unchanged if it is an image of Pillow or `{"type": "image", "image": ...}`, or a list with
     one; anything else as text."""
     values = value if isinstance(value, (list, tuple)) else (value,)
-    is_image = (
-        hasattr(x, "getexif") or (isinstance(x, dict) and x.get("type") == "image" and "image" in x) for x in values
-    )
-    return value if any(is_image) else as_text(value)
+    images = (x for x in values if hasattr(x, "getexif") or (isinstance(x, dict) and {"type", "image"} <= x.keys()))
+    return as_text(value) if next(images, None) is None else value
 
 
 def as_text(value: Any) -> str:
