@@ -26,6 +26,7 @@ from verl.engines.parallel_dims import Parallelism
 from verl.errors import ConfigError
 from verl.models.heads import LMHead
 from verl.models.lora import LoRA
+from verl.models.model_files import quiet_transformers
 from verl.models.parallel_info import Autocast
 from verl.models.pretrained import ModelSource
 from verl.models.structure import unwrapped
@@ -92,7 +93,8 @@ class BaseModel:
         model: Any = source.load_causal_lm(device)
         self._layers = linear_layers(model)
         plain = min(name for name, part in self._layers.items() if part != "unembedding")
-        self.model: Any = get_peft_model(model, LoraConfig(r=1, target_modules=[plain]), adapter_name=NO_ADAPTER)
+        with quiet_transformers():  # peft reads what transformers will rename
+            self.model: Any = get_peft_model(model, LoraConfig(r=1, target_modules=[plain]), adapter_name=NO_ADAPTER)
         self.model.requires_grad_(False)
         rows = model.get_input_embeddings().weight[:DIGEST_ROWS].detach().to("cpu", torch.bfloat16)
         self.digest = digest_of(rows.contiguous().view(torch.int16).numpy().tobytes())
@@ -155,16 +157,11 @@ class BaseModel:
         """Make an adapter that is not trained."""
         from peft import LoraConfig
 
-        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        with torch.random.fork_rng(devices=[]), quiet_transformers(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")  # nothing is merged
             torch.manual_seed(derive_seed(seed, "adapter"))
-            config = LoraConfig(
-                r=lora.rank,
-                lora_alpha=lora.alpha,  # pyright: ignore[reportArgumentType] - a factor in use
-                target_modules=list(lora.target_modules),
-                task_type="CAUSAL_LM",
-            )
-            self.model.add_adapter(name, config)
+            values: Any = {"r": lora.rank, "lora_alpha": lora.alpha, "target_modules": list(lora.target_modules)}
+            self.model.add_adapter(name, LoraConfig(**values, task_type="CAUSAL_LM"))
 
     def remove(self, name: str) -> None:
         """Free an adapter."""
