@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from any_batches import exact, ragged_rows, rows_of
 from batches import rollout
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from refusals import refusal, refused
-from replay.rows_here import scored_rows
+from refusals import refused
 
 from verl.cluster.shm_channel import RowSubset, serialize
 from verl.errors import DataProtoValidationError
 from verl.protocol import DataProto
 from verl.protocol.ragged import Ragged
-from verl.replay.arrow_rows import rows_to_arrow
 
 many = settings(deadline=None, max_examples=60)
 
@@ -119,12 +116,6 @@ test_what_breaks_the_rules_of_a_ragged_field_is_refused_by_its_name = refused(
     ((), "differ", lambda: Ragged.of([torch.ones(1, 2), torch.ones(1, 3)])),
     kind=DataProtoValidationError,
 )
-
-
-def test_the_replay_buffer_refuses_images_by_name():
-    data = scored_rows(2).union(batch(TWO))
-    with refusal("media.x", kind=DataProtoValidationError):
-        rows_to_arrow(data, dict.fromkeys(("group", "step", "score", "advantage"), np.zeros(2)))
 
 
 def test_a_batch_without_images_is_saved_and_pickled_as_before(tmp_path):

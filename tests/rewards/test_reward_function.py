@@ -296,8 +296,8 @@ def test_a_name_that_may_be_a_function_is_no_fault(written, source):
         ("my_reward = 3", "my_reward is 3, which is not callable"),
     ],
 )
-def test_a_file_without_a_function_that_can_be_imported_is_a_reward_error_with_its_cause(source, fault, written):
-    with pytest.raises(RewardError, match=fault):
+def test_a_file_without_a_function_that_can_be_imported_is_refused_with_its_cause(source, fault, written):
+    with pytest.raises(ConfigError, match=fault):
         written(source).build(BuildContext())
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from verl.component import BuildContext
-from verl.errors import RewardError
+from verl.errors import ConfigError, RewardError
 from verl.protocol import DataProto
 from verl.rewards.base import missing_columns
 from verl.rewards.function import CallableReward, RewardFunction
@@ -58,7 +58,7 @@ def test_a_column_that_is_missing_or_a_setting_that_does_not_exist_is_named_befo
         assert any(column in fault for fault in missing_columns(described, {"label": ["2"]}, "rows"))
     with pytest.raises(RewardError, match="ground_truth"):
         of_verl.build(BuildContext()).score_tokens(batch_of())
-    with pytest.raises(RewardError, match="weigth"):
+    with pytest.raises(ConfigError, match="weigth"):
         RewardFunction(path=f"{tmp_path}/score.py:compute_score", kwargs={"weigth": 1.0}).build(BuildContext())
 
 
