@@ -192,7 +192,7 @@ def test_a_refusal_names_the_directory_what_differs_and_what_to_do(model32):
     first = fit(run(model32))
     with refusal("checkpoint.save_dir") as refused:
         fit(run(model32, algorithm=PPO_ALGORITHM))
-    for said in (f"{first}", "(algorithm.advantage._target_, ", "resume=latest", "trainer.experiment_name=NAME"):
+    for said in (f"{first}", "algorithm.advantage._target_, ", "resume=latest", "trainer.experiment_name=NAME"):
         assert said in str(refused.value)
     with refusal("data.train", "resume"):
         fit(run(model32, data=OTHER, resume="latest"))
@@ -236,7 +236,7 @@ def test_beside_a_living_run_another_is_refused_by_who_holds_the_directory(model
         for resume in (None, "latest"):
             with pytest.raises(ConfigError, match=rf"this training is saving there \({who}"):
                 fit(run(model32, resume=resume))
-        with pytest.raises(ConfigError, match=rf"another training \(data\.train differ\) is saving there \({who}"):
+        with pytest.raises(ConfigError, match=rf"another training \(different data\.train\) is saving there \({who}"):
             fit(run(model32, data=OTHER, save={"save_dir": str(directory)}))
         aside = run(model32, data=OTHER, experiment_name="other").build(BuildContext(run_dir=tmp_path / "aside"))
         with aside as trainer, pytest.raises(CheckpointFenced):

@@ -229,7 +229,7 @@ class SaveDirectoryChoice:
             return "its identity is unknown"
         keys = list(differences(self._known(identity), self._identity))
         more = f" and {len(keys) - MOST_KEYS} more" if len(keys) > MOST_KEYS else ""
-        return f"{', '.join(keys[:MOST_KEYS])}{more} differ" if keys else ""
+        return f"different {', '.join(keys[:MOST_KEYS])}{more}" if keys else ""
 
     # -- who saves there now ------------------------------------------------------------------------------------------
 
