@@ -52,7 +52,7 @@ from verl.engines.tensor_parallel import (
     shard_over,
 )
 from verl.errors import ConfigError
-from verl.model_paths.check import record_of
+from verl.model_paths.check import TAIL, record_of
 from verl.model_paths.context_attention import ContextStyle
 from verl.model_paths.micro_batch import MicroBatch
 from verl.models.heads import head_of
@@ -261,9 +261,8 @@ class PipelineRunner:
 
         cut, count = self.cut, len(micros)
         width = self.cut.stack.embedding.embedding_dim
-        states = torch.empty(
-            1, max(num_tokens(micro) for micro in micros), width, dtype=dtype, device="meta", requires_grad=trains
-        )
+        longest = max(num_tokens(micro) for micro in micros) + (0 if trains else TAIL)  # rows may be scored with a tail
+        states = torch.empty(1, longest, width, dtype=dtype, device="meta", requires_grad=trains)
         module = _StageModule(cut, micros, forward, states.shape, dtype, trains)
         stage = _reporting_stage()(
             module,
