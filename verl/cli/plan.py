@@ -44,7 +44,8 @@ def plan(
         try:
             found = run_plan.plan_run(run, rates, response=response_tokens, free_disk=free)
         except AttributeError as error:  # of a configuration of transformers
-            raise ConfigError(f"{error}: verl plan counts the layers, heads and widths of a transformer.") from error
+            reason = f"{error}; verl plan counts layers, heads and widths of transformers. The run itself may work"
+            raise ConfigError(f"actor.model.path: this model cannot be planned: {reason}.") from error
         if asynchronous:
             found = replace(found, asynchronous=_simulated(run, found, response_tokens))
     echo(json.dumps(found.to_json(), indent=2) if as_json else "\n".join(found.lines()))
