@@ -110,7 +110,7 @@ def verl_side(options: argparse.Namespace, turns: Turns) -> None:
         ),
         tracker=Trackers(),
     )  # fmt: skip
-    with run.build(BuildContext(run_dir=directory / "run")) as trainer:
+    with run.build(BuildContext(run_dir=directory / f"run_{options.engine}")) as trainer:
         turns.tell(ready_mib=peak_mib())
         step = 0
         while turns.wait():

@@ -388,9 +388,10 @@ def faults_of(kind: type[Description], values: Mapping[str, Any], details: Seque
 
 
 def shown(value: Any) -> str:
-    """A value for a message."""
-    text = type(value).__name__ if isinstance(value, Description) else repr(value)
-    return end_cut(text, 80)
+    """A value for a message; none and truth values as YAML writes them."""
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    return end_cut(type(value).__name__ if isinstance(value, Description) else repr(value), 80)
 
 
 def _located(loc: Sequence[int | str], value: Any) -> tuple[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 from refusals import refusal, refused
 
 from verl.data.rlhf_dataset import RLHFDataset
@@ -51,6 +52,22 @@ def test_a_system_prompt_opens_chats_and_makes_chats_of_texts_but_replaces_no_sy
     assert [dataset[index]["prompt_text"] for index in range(3)] == [chat, chat, chat.replace("Add", "Sum")]
     roles = [[message["role"] for message in dataset[index]["prompt_messages"]] for index in range(3)]
     assert roles == [["system", "user"]] * 3
+
+
+@pytest.mark.parametrize("template", [None, MARKED], ids=["plain", "marked"])
+def test_a_completion_of_messages_is_rendered_with_its_prompt_and_its_assistant_turns_alone_are_learned(template):
+    before, after = [USER, ANSWER], [USER, {**ANSWER, "content": [{"type": "text", "text": "3"}]}]
+    config = (
+        {} if template is None else {"chat_template": template + "{% if add_generation_prompt %}<assistant>{% endif %}"}
+    )
+    dataset = SFTDataset.from_rows([{"prompt": [*before, USER], "completion": after[1:]}], TOKENIZER, config)
+    whole = conversations([*before, USER, {**ANSWER, "content": "3"}], **config)
+    assert torch.equal(dataset[0]["input_ids"], whole[0]["input_ids"])
+    assert learned(dataset) == "3<eos>"
+    with refusal("completion", value="row 0"):
+        SFTDataset.from_rows([{"prompt": "1+1=", "completion": after[1:]}], TOKENIZER)
+    with refusal("messages", value="row 0"):
+        SFTDataset.from_rows([{"prompt": [USER], "completion": [USER]}], TOKENIZER, config)
 
 
 def test_the_messages_of_a_prompt_travel_with_it_and_texts_have_none():

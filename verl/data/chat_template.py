@@ -381,7 +381,12 @@ GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 def conversation_tokens(
-    chat: ChatTemplate, messages: Messages, location: str, tools: Any = None, images: Sequence[CheckedImage] = ()
+    chat: ChatTemplate,
+    messages: Messages,
+    location: str,
+    tools: Any = None,
+    images: Sequence[CheckedImage] = (),
+    learned_from: int = 0,
 ) -> tuple[list[int], list[bool], str]:
     """Tokenise a conversation, with a mask of the tokens to learn.
 
@@ -396,16 +401,22 @@ def conversation_tokens(
         location: file and number of the row, for messages.
         tools: value of the row's column `tools`.
         images: of the placeholders in the messages; with some the marks are not used.
+        learned_from: number of messages whose assistant turns are not learned, first of all; with some the marks are
+            not used.
     Returns:
         Tokens, mask, and the text with one placeholder for each image.
     Raises:
         ConfigError: the template refuses the messages, or rewrites earlier turns when later ones follow, or there is no
-            assistant turn; names the row.
+            assistant turn; names the row. Or the tokenizer gives no offsets.
     """
+    if not getattr(chat.tokenizer, "is_fast", False):
+        raise ConfigError(
+            "conversations need a fast tokenizer: this one does not give the character offsets of its tokens."
+        )
     messages = chat.with_system(messages)
-    if not any(message["role"] == "assistant" for message in messages):
+    if not any(message["role"] == "assistant" for message in messages[learned_from:]):
         raise ConfigError(f"messages at {location} have none of the role assistant: there is nothing to learn.")
-    if GENERATION_BLOCK.search(chat.source or "") and not images:
+    if GENERATION_BLOCK.search(chat.source or "") and not images and not learned_from:
         return *_by_template(chat, messages, location, tools), ""
     whole = chat.render(messages, location, reply_follows=False, tools=tools)
     try:
@@ -420,7 +431,7 @@ def conversation_tokens(
     spans = [
         _span(rendered, chat, turn, text, location)
         for turn, message in enumerate(messages)
-        if message["role"] == "assistant"
+        if message["role"] == "assistant" and turn >= learned_from
     ]
     encoded = chat.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     learned = [

@@ -13,6 +13,7 @@ from torch import Tensor
 from verl.data.base import RaggedTokens, SFTOptions, cut, fit_lengths, pad_id_of, read_options, refuse_cuts
 from verl.data.chat_template import (
     ChatTemplate,
+    as_chat,
     conversation_tokens,
     messages_fault,
     render_prompts,
@@ -59,7 +60,8 @@ def from_prompts(
 ) -> dict[int, LossMaskedTokens]:
     """Tokenise prompts and completions; loss is on the completion and its EOS.
 
-    Prompt and completion are tokenised separately, so that a prompt has the same tokens as in generation.
+    Prompt and completion are tokenised separately, so that a prompt has the same tokens as in generation. A completion
+    of chat messages is rendered with its prompt by the chat template; loss is on its assistant turns.
 
     Args:
         rows: the data.
@@ -74,17 +76,27 @@ def from_prompts(
     """
     texts, prompts = render_prompts(rows, prompt_key, chat, bad)
     key = completion_column(completion_key, {name for row in rows.values for name in row})
-    usable = []
+    found = dict[int, LossMaskedTokens | None]()  # None: a text, which is tokenised with the others
     for index in (index for index, prompt in enumerate(prompts) if prompt):
-        if (fault := rows.column_fault(key, "completion_key", index) or _completion_fault(rows, key, index)) is None:
-            usable.append(index)
-        else:
+        prompt, completion = rows.values[index][prompt_key], rows.values[index].get(key)
+        messages = chat.messages_of(prompt) if isinstance(completion, list) else None
+        if messages is not None:
+            completion = as_chat(completion)
+            if fault := _messages_fault(completion, key, rows.location(index)):
+                bad.add(fault)
+            elif conversation := _conversation(chat, [*messages, *completion], rows, index, bad, len(messages)):
+                found[index] = conversation
+        elif fault := rows.column_fault(key, "completion_key", index) or _completion_fault(rows, key, index):
             bad.add(fault)
-    completions = completion_tokens([rows.values[index][key] for index in usable], chat.tokenizer)
-    return {
+        else:
+            found[index] = None
+    plain = [index for index, conversation in found.items() if conversation is None]
+    completions = completion_tokens([rows.values[index][key] for index in plain], chat.tokenizer)
+    after = {
         index: LossMaskedTokens.after(prompts[index], completion, texts[index])
-        for index, completion in zip(usable, completions, strict=True)
+        for index, completion in zip(plain, completions, strict=True)
     }
+    return {index: conversation or after[index] for index, conversation in found.items()}
 
 
 def completion_column(completion_key: str | None, present: Collection[str]) -> str:
@@ -107,7 +119,7 @@ def completion_tokens(completions: Sequence[str], tokenizer: Any) -> list[list[i
 def expected_completion(completion: Any) -> str | None:
     """Description of what a value must be to be a completion; None if it is one."""
     if isinstance(completion, list):
-        return "a text; for chats, whole conversations in one column, which messages_key names"
+        return "a text; data=sft_files takes chat messages too, after a prompt of chat messages"
     return text_fault(completion) if isinstance(completion, str) and completion else "a text that is not empty"
 
 
@@ -126,25 +138,30 @@ def from_conversations(rows: DataRows, key: str, chat: ChatTemplate, bad: RowErr
     """
     if chat.source is None:
         raise ConfigError("chat_template is null: conversations need one and the tokenizer has none. Set one.")
-    if not getattr(chat.tokenizer, "is_fast", False):
-        raise ConfigError(
-            "messages_key needs a fast tokenizer: this one does not give the character offsets of its tokens."
-        )
     conversations = {}
     for index in range(len(rows)):
-        fault = rows.column_fault(key, "messages_key", index)
-        if fault is None and (expected := messages_fault(messages := rows.values[index][key])) is not None:
-            fault = f"{key} is {shortened(messages)} at {rows.location(index)}: expected {expected}."
-        if fault is not None:
+        messages, place = rows.values[index].get(key), rows.location(index)
+        if fault := rows.column_fault(key, "messages_key", index) or _messages_fault(messages, key, place):
             bad.add(fault)
-            continue
-        try:
-            tools, images = rows.values[index].get("tools"), rows.images_of(index)
-            parts = conversation_tokens(chat, rows.values[index][key], rows.location(index), tools, images)
-            conversations[index] = LossMaskedTokens(*parts)
-        except ConfigError as error:
-            bad.add(str(error))
+        elif (conversation := _conversation(chat, messages, rows, index, bad)) is not None:
+            conversations[index] = conversation
     return conversations
+
+
+def _conversation(
+    chat: ChatTemplate, messages: Any, rows: DataRows, index: int, bad: RowErrors, learned_from: int = 0
+) -> LossMaskedTokens | None:
+    """The tokens of a row's conversation; None, and an entry in `bad`, if it has none to learn."""
+    tools, images = rows.values[index].get("tools"), rows.images_of(index)
+    try:
+        return LossMaskedTokens(*conversation_tokens(chat, messages, rows.location(index), tools, images, learned_from))
+    except ConfigError as error:
+        bad.add(str(error))
+
+
+def _messages_fault(messages: Any, key: str, location: str) -> str | None:
+    expected = messages_fault(messages)
+    return expected and f"{key} is {shortened(messages)} at {location}: expected {expected}."
 
 
 def _completion_fault(rows: DataRows, key: str, index: int) -> str | None:

@@ -44,7 +44,7 @@ from verl.storage.config import Storage
 from verl.tracking.console import shown_path
 from verl.tracking.jsonl import json_lines, json_object
 from verl.trainer.config import LoopSettings
-from verl.trainer.state.training_identity import differences, refuse_other_identity
+from verl.trainer.state.training_identity import identity_differences, refuse_other_identity
 from verl.utils.directories import unwritable
 
 _log = logging.getLogger(__name__)
@@ -190,7 +190,7 @@ class SaveDirectoryChoice:
         return {path: value for path, value in identity.items() if path not in self._unknown}
 
     def _is_own(self, state: Mapping[str, Any]) -> bool:
-        return not differences(self._known(state.get("identity", {})), self._identity)
+        return not identity_differences(self._known(state.get("identity", {})), self._identity)
 
     def _refuse_other(self, resume: str, point: ResumePoint) -> None:
         known = {**point.state, "identity": self._known(point.state.get("identity", {}))}
@@ -227,7 +227,7 @@ class SaveDirectoryChoice:
         """The keys in which another training differs."""
         if not identity:
             return "its identity is unknown"
-        keys = list(differences(self._known(identity), self._identity))
+        keys = list(identity_differences(self._known(identity), self._identity))
         more = f" and {len(keys) - MOST_KEYS} more" if len(keys) > MOST_KEYS else ""
         return f"different {', '.join(keys[:MOST_KEYS])}{more}" if keys else ""
 

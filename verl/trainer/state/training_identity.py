@@ -166,6 +166,13 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, 
     return {path: values for path, values in differing.items() if path in kinds or not _below(path, tuple(outermost))}
 
 
+def identity_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """`differences` of two identities. A critic that only one of them has is one that its algorithm does not use."""
+    differing = differences(before, now)
+    both = all(any(_below(path, ("critic",)) for path in identity) for identity in (before, now))
+    return {path: values for path, values in differing.items() if both or not _below(path, ("critic",))}
+
+
 def tokenizer_digest(tokenizer: Any) -> str:
     """Digest of vocabulary, special tokens and chat template."""
     vocabulary = sorted(tokenizer.get_vocab().items())
@@ -228,7 +235,7 @@ def refuse_other_identity(point: ResumePoint, identity: Mapping[str, Any]) -> No
     Raises:
         ConfigError: model, tokenizer, data or algorithm are not those of the checkpoint; names every key.
     """
-    differing = differences(point.state.get("identity", {}), identity)
+    differing = identity_differences(point.state.get("identity", {}), identity)
     if differing:
         raise ConfigError(
             [
