@@ -152,9 +152,6 @@ def test_the_endpoint_answers_whatever_the_model_writes(text, num_faults, model)
         again = endpoint.complete(more, tools, timeout_s=120)
         assert again.continues
         assert again.message["content"] == "5"
-        for content in ("\ud800", [{"type": "text", "text": "\udfff"}]):
-            with pytest.raises(ValueError, match="not valid Unicode"):
-                endpoint.complete([*more, again.message, {"role": "user", "content": content}], tools, timeout_s=120)
     finally:
         endpoint.close()
 

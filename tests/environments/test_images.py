@@ -16,7 +16,6 @@ from image_models import picture, save_image_model
 from model_paths.test_images import plain_log_probs, plain_model
 from PIL import Image
 from refusals import refusal
-from roles import start_actor
 
 from verl.component import BuildContext
 from verl.data.images import ImageTokens
@@ -32,7 +31,6 @@ from verl.model_paths.images import KEYS
 from verl.models.pretrained import Pretrained
 from verl.protocol import DataProto
 from verl.rollout.base import GenerationRequest
-from verl.rollout.hf import HFRollout
 
 FAMILIES = ("qwen2_5_vl", "idefics3", pytest.param("gemma3", marks=pytest.mark.slow))
 LETTERS = tuple(range(4, 108))  # end a turn, special tokens do not
@@ -115,37 +113,6 @@ def test_turns_of_equal_tokens_and_other_images_are_drawn_each_with_its_own(fami
         assert len({tuple(x[:at].tolist()) for x, at in zip(prompt["responses"], first, strict=True)}) == 1
         assert len({float(x[at]) for x, at in zip(prompt["rollout_log_probs"], first, strict=True)}) == 3
     assert compared(source.path, rows, rows["rollout_log_probs"]) > 3
-
-
-@pytest.mark.parametrize("packing", ["auto", "off"])
-def test_rows_of_equal_tokens_and_other_images_in_observations_keep_their_own(packing, saved):
-    source = saved("qwen2_5_vl")
-    actor = start_actor(source, HFRollout(max_new_tokens=9), packing=packing, micro_batch_tokens=2000)
-    seeds = iter(range(10, 1000))
-    prompts = prompts_of(actor.tokenizer, [[1]])
-    rows = played(
-        actor.model,
-        actor.tokenizer,
-        prompts,
-        lambda _row, turn, _action: StepResult(shows(next(seeds)), terminated=turn > 3),
-        4,
-    )
-    first = rows[torch.tensor([0, 0, 0, 0])]
-    tokens = first.select([name for name in first.batch if name != KEYS], ragged_keys=[])
-    media = rows.select([KEYS], [])
-    same_images = [
-        len(x) == len(rows["media.pixel_values"][0]) for x in map(rows["media.pixel_values"].__getitem__, range(4))
-    ]
-    chosen = torch.tensor([row for row, is_same in enumerate(same_images) if is_same])
-    assert len(chosen) > 1
-    mixed = tokens[chosen].union(media[chosen])
-    together = actor.compute_log_probs(mixed)["old_log_probs"]
-    mask = mixed["response_mask"][0]
-    assert len({tuple(row[mask].tolist()) for row in together}) == len(chosen)
-    for row in range(len(chosen)):
-        alone = actor.compute_log_probs(mixed[row : row + 1])["old_log_probs"][0]
-        assert (alone[mask] - together[row][mask]).abs().max() < 1e-9
-    assert compared(source.path, mixed, together) in (0, len(chosen))
 
 
 def test_an_image_after_a_placeholder_that_the_policy_has_written_ends_the_episode(saved, monkeypatch):

@@ -13,6 +13,7 @@ import pytest
 from environments.episodes import tiny
 from environments.test_damaged_calls import HERMES, hermes
 from refusals import refusal
+from serving.listening import listening
 from storage.s3_server import wait_until
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -114,15 +115,8 @@ def serving(turns, tokenizer, template=HERMES, max_new_tokens=400, row_tokens=20
     stops = [tokenizer.eos_token_id] if stop_ids is None else stop_ids
     endpoint = PolicyEndpoint(turns, tokenizer, template, stops, max_new_tokens, row_tokens)
     server = PolicyServer(endpoint, "127.0.0.1", 0, "policy", {"temperature": 1.0, "top_p": 1.0}, timeout_s=60.0)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
-    thread.start()
-    try:
+    with listening(server):
         yield server
-    finally:
-        server.shutdown()
-        server.server_close()
-        endpoint.close()
-        thread.join(10)
 
 
 def clients(server, url=None):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import base64
 import io
-import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import refusals
@@ -13,6 +13,8 @@ import torch
 from image_models import picture, reader, save_image_model
 from PIL import Image
 from refusals import refused
+from serving.listening import asked as asked_texts
+from serving.listening import listening
 
 from verl.cli.generate import located, one_prompt, running, server_of
 from verl.data.rlhf_dataset import RLHFDataset
@@ -37,14 +39,8 @@ def trainer(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(trainer):
-    made = server_of(trainer, "127.0.0.1", 0, timeout_s=60.0, max_tokens=400)
-    thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
-    thread.start()
-    yield made
-    made.shutdown()
-    made.server_close()
-    made.endpoint.close()
-    thread.join(10)
+    with listening(server_of(trainer, "127.0.0.1", 0, timeout_s=60.0, max_tokens=400)) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +59,7 @@ def user(text: str, *urls: str) -> dict:
     return {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
 
 
-def asked(client, messages, **values):
-    return client.chat.completions.create(model="policy", messages=messages, logprobs=True, **values)
+asked = partial(asked_texts, logprobs=True)
 
 
 def told(answer) -> torch.Tensor:

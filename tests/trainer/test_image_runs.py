@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, cast
 
 import pytest
 import torch
 from refusals import refusal
 from same_training import course, newest, same_training, saved
-from trainer.preference_runs import preference_run, trained
 from trainer.runs import BRIEF_GRPO, GRPO_ALGORITHM, JSONL, fit, ppo_run, read_lines
 
 from verl.algorithms.importance_sampling import TruncatedIS
-from verl.algorithms.preference_losses import DPO
-from verl.component import BuildContext, component
-from verl.data.base import SPLITS, DataSplits, PreferenceOptions, PreferenceSource, Split
-from verl.data.preference_dataset import PreferenceDataset
-from verl.data.readers import RowErrors
+from verl.component import BuildContext
 from verl.data.shapes import ShapesPrompts, ShapesSFT
 from verl.engines.optimizer import AdamW
 from verl.engines.sharding import TP, NoSharding
@@ -36,24 +30,6 @@ MODEL = TinyImageText(
     dtype="float64", hidden_size=32, intermediate_size=32, num_heads=2, num_layers=1, vision_size=32, context_length=64
 )
 DATA = ShapesPrompts(train_size=12, held_out=4)
-
-
-@component
-class ShapesPreferences(PreferenceSource):
-    """Two answers to questions about pictures, the right one chosen."""
-
-    def rows(self, split: Split) -> list[dict[str, Any]]:
-        rows = ShapesSFT(max_count=9, train_size=12, held_out=12).rows(split)
-        return [
-            {**{k: row[k] for k in ("prompt", "images")}, "chosen": row["answer"], "rejected": "no"} for row in rows
-        ]
-
-    def build(self, context: BuildContext) -> DataSplits:
-        options = PreferenceOptions(max_length=64)
-        train, held_out = (
-            PreferenceDataset.from_rows(self.rows(split), context.tokenizer, options, RowErrors()) for split in SPLITS
-        )
-        return DataSplits(train, held_out)
 
 
 @pytest.mark.slow
@@ -125,15 +101,6 @@ def test_sft_learns_from_pictures(tmp_path):
     fit(run, tmp_path / "run")
     losses = [line["sft/loss"] for line in read_lines(tmp_path / "run" / "metrics.jsonl") if "sft/loss" in line]
     assert losses[-1] < 0.7 * losses[0]
-
-
-@pytest.mark.slow
-def test_dpo_sees_pictures(tmp_path):
-    training = trained(preference_run(MODEL, DPO(), data=cast(Any, ShapesPreferences())), tmp_path)
-    assert len(training.metrics) == 3
-    start = MODEL.load_causal_lm("cpu").state_dict()["model.vision_model.embeddings.patch_embedding.weight"]
-    tower = next(x for name, x in training.weights.items() if name.endswith("patch_embedding.weight"))
-    assert not torch.equal(tower, start)
 
 
 @pytest.mark.parametrize(

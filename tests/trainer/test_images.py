@@ -13,6 +13,7 @@ import torch
 from environments.episodes import Scripted, ends_after, engine_of
 from environments.picture_game import PictureGames
 from image_models import picture, save_image_model
+from model_paths.test_images import plain_inputs, plain_model
 from refusals import refusal
 from same_training import same_training, saved
 from trainer.runs import fit
@@ -67,16 +68,11 @@ def parts(path: Path, **settings: Any) -> dict[str, Any]:
 
 def plain_log_probs(path: Path, batch: Any, row: int) -> torch.Tensor:
     """Log-probs of the tokens of a row after the first, by transformers, for the row alone."""
-    from transformers import AutoModelForImageTextToText
-
-    model: Any = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float64)
-    ids = batch["input_ids"][row][batch["attention_mask"][row].bool()][None]
-    media = {name.removeprefix("media."): x[row] for name, x in batch.ragged.items() if len(x[row])}
-    media = {name: x.double() if x.is_floating_point() else x for name, x in media.items()}
-    types = (ids == model.config.image_token_id).long()
+    model = plain_model(path)
+    inputs = plain_inputs(model, batch, row)
     with torch.no_grad():
-        logits = model(input_ids=ids, mm_token_type_ids=types, **media).logits[:, :-1]
-    return logits.log_softmax(-1).gather(2, ids[:, 1:, None])[0, :, 0]
+        logits = model(**inputs).logits[:, :-1]
+    return logits.log_softmax(-1).gather(2, inputs["input_ids"][:, 1:, None])[0, :, 0]
 
 
 def test_the_loss_of_fine_tuning_is_that_of_transformers_for_each_row_with_its_images(model, tmp_path):

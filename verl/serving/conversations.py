@@ -16,7 +16,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from verl.data.chat_template import text_fault
 from verl.errors import ConfigError
 
 Message = Mapping[str, Any]
@@ -179,29 +178,18 @@ def content_of(message: Message) -> str | list[dict[str, str]]:
     """The text of a message, or if it has images its parts, in the form of an observation."""
     if not image_urls([message]):
         return text_of(message)
-    parts = (
-        ({"type": "image", "image": x["image_url"]["url"]} if x["type"] == "image_url" else x)
+    return [
+        {"type": "text", "text": x["text"]}
+        if x["type"] == "text"
+        else {"type": "image", "image": x["image_url"]["url"]}
         for x in message["content"]
-    )
-    return [x if x["type"] == "image" else {"type": "text", "text": text_of({"content": [x]})} for x in parts]
+    ]
 
 
 def text_of(message: Message) -> str:
-    """The text of a message, whose content may be a list of texts.
-
-    Raises:
-        ValueError: it contains something else, such as an image, or text that UTF-8 cannot hold.
-    """
-    content = message.get("content")
-    if isinstance(content, list) and all(
-        isinstance(x, dict) and x.get("type") == "text" and isinstance(x.get("text"), str) for x in content
-    ):
-        content = "".join(part["text"] for part in content)
-    if content is not None and not isinstance(content, str):
-        raise ValueError("messages: a content is not a text; only texts are supported")
-    if content and text_fault(content) is not None:
-        raise ValueError("messages: a content is not valid Unicode (a lone surrogate)")
-    return content or ""
+    """The text of a message, whose content may be a list of texts."""
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
 
 
 class Session:
