@@ -13,9 +13,11 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import httpx
+import numpy as np
 import pytest
 import torch
 
@@ -24,8 +26,11 @@ pytest.importorskip("uvicorn")
 
 import tinker
 import uvicorn
+from refusals import refusal
 from service.test_session import TEXTS, same_bits
 from tinker import types
+from tinker.proto import tinker_public_pb2 as pb
+from tinker.proto.request_conv import _tensor_data_to_proto as tensor_message
 
 from verl import TrainingSession
 from verl.cli.report.page import report
@@ -35,14 +40,15 @@ from verl.service.adapters import BaseModel
 from verl.service.data import Datum
 from verl.service.http_api import application
 from verl.service.service import TrainingService
+from verl.service.wire import data_of
 
 KEY = "tml-a-key"
 ADAM = types.AdamParams(learning_rate=1e-2)
 
 
 @contextlib.contextmanager
-def running(model, directory: Path, key: str | None = KEY) -> Iterator[tuple[str, TrainingService]]:
-    service = TrainingService(BaseModel(model, "cpu"), ["small", model.path], directory, seed=3)
+def running(model, directory: Path, key: str | None = KEY, joins=True) -> Iterator[tuple[str, TrainingService]]:
+    service = TrainingService(BaseModel(model, "cpu"), ["small", model.path], directory, seed=3, joins=joins)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -171,6 +177,9 @@ def test_samples_have_the_scores_that_are_asked_for(served, tokenizer):
         expected.tolist(), abs=1e-4
     )
     assert sampler.compute_logprobs(types.ModelInput.from_ints(prompt[:1])).result() == [None]
+    options = {"include_prompt_logprobs": True, "topk_prompt_logprobs": 2}
+    first = sampler.sample(types.ModelInput.from_ints(prompt[:1]), 1, types.SamplingParams(max_tokens=1), **options)
+    assert first.result().topk_prompt_logprobs == [None]
 
 
 @pytest.mark.parametrize("sparse", [False, True])
@@ -297,6 +306,16 @@ def test_many_requests_at_once_are_each_answered_as_alone(served, tokenizer):
         assert [x.result() for x in trainings] == expected
 
 
+def test_requests_that_are_not_joined_have_the_same_bits_beside_others(model32, tokenizer, tmp_path):
+    with running(model32, tmp_path, joins=False) as served:
+        sampler = client_of(served).create_sampling_client(base_model="small").result()
+        prompts = [types.ModelInput.from_ints(ids) for ids in rows(tokenizer)]
+        ask = partial(sampler.sample, num_samples=2, sampling_params=types.SamplingParams(max_tokens=4, seed=9))
+        alone = [[x.logprobs for x in ask(prompt).result().sequences] for prompt in prompts]
+        together = [ask(prompt) for prompt in prompts]
+        assert [[x.logprobs for x in future.result().sequences] for future in together] == alone
+
+
 def test_a_client_that_has_gone_is_freed_and_harms_no_other(served, tokenizer):
     service = client_of(served)
     client = service.create_lora_training_client("small", rank=4).result()
@@ -310,6 +329,15 @@ def test_a_client_that_has_gone_is_freed_and_harms_no_other(served, tokenizer):
         client.forward([datum(rows(tokenizer)[0])], "cross_entropy").result()
 
 
+def asked_scores(service, values: list, rows: list | None = None, columns: list | None = None):
+    """Log-probs of chosen tokens of a prompt of three, dense or by rows and columns of two."""
+    sparse = {} if rows is None else {"shape": [2, 2], "sparse_crow_indices": rows, "sparse_col_indices": columns}
+    asked = types.TensorData(values, "int64", **({"shape": [len(values), 1]} | sparse))
+    sampler = service.create_sampling_client(base_model="small").result()
+    params = types.SamplingParams(max_tokens=1)
+    return sampler.sample(types.ModelInput.from_ints([5, 6, 7]), 1, params, target_prompt_logprobs=asked).result()
+
+
 def test_refusals_say_what_and_where(served, tokenizer):
     service = client_of(served)
     client = service.create_lora_training_client("small", rank=4).result()
@@ -320,6 +348,9 @@ def test_refusals_say_what_and_where(served, tokenizer):
         (lambda: client.forward(data, "cross_entropy", {"data": 1.0}).result(), "loss_fn_config.data"),
         (lambda: client.optim_step(ADAM).result(), "forward_backward"),
         (lambda: client.forward([datum([5, 10**6])], "cross_entropy").result(), r"data\[0\]"),
+        (lambda: asked_scores(service, [[5]]), "target_prompt_logprobs is int64"),
+        (lambda: asked_scores(service, [[5], [10**6]]), "target_prompt_logprobs has other numbers"),
+        (lambda: asked_scores(service, [1, 2], [0, 1, 2], [0, 9]), "target_prompt_logprobs cannot be read"),
         (lambda: service.create_lora_training_client("other", rank=4).result(), "base_model is 'other'"),
         (lambda: service.create_sampling_client(model_path="tinker://a/weights/b").result(), "no such checkpoint"),
     ):
@@ -383,24 +414,29 @@ def test_a_checkpoint_is_overwritten_whole_or_not_at_all(served, tokenizer, monk
     updates.append(json.loads((served[1].saved_at(first) / "session.json").read_text())["updates"])
     assert updates == [0, 1]
     assert len([*served[1].saved_at(first).parent.iterdir()]) == 2  # what it links to
+    (served[1].saved_at(first).parent / "other").symlink_to("deleted while the checkpoints are listed")
+    assert [x.tinker_path for x in served[1].checkpoints(client.model_id)] == [first]
 
 
-def test_more_snapshots_than_are_in_memory_are_each_of_their_own_weights(served, tokenizer):
+def test_more_snapshots_than_are_in_memory_are_each_of_their_own_weights(served, tokenizer, monkeypatch):
+    monkeypatch.setattr(module, "RESIDENT_SAMPLERS", 2)
+    served[1].jobs.run(lambda: [*map(served[1]._drop, [*served[1]._resident])]).result()
     prompt = rows(tokenizer)[2]
     clients = [client_of(served).create_lora_training_client("small", rank=rank, seed=1).result() for rank in (4, 2)]
     samplers, expected = [], []
-    for number in range(module.RESIDENT_SAMPLERS + 4):
-        client = clients[number % 5 == 4]  # adapters of two shapes
+    for number in range(6):
+        client = clients[number % 3 == 2]  # adapters of two shapes
         trained(client, tokenizer, 1)
         samplers.append(client.save_weights_and_get_sampling_client().result())
         expected.append(client.forward([datum(prompt)], "cross_entropy").result().loss_fn_outputs[0]["logprobs"].data)
         scores = [sampler.compute_logprobs(types.ModelInput.from_ints(prompt)).result()[1:] for sampler in samplers]
-    assert len(served[1]._resident) == module.RESIDENT_SAMPLERS
+    assert len(served[1]._resident) == 2
     for found, own in zip(scores, expected, strict=True):
         assert found == pytest.approx(list(own), abs=1e-4)
 
 
-def test_snapshots_are_removed_with_their_session(served):
+def test_snapshots_are_removed_with_their_session(served, monkeypatch):
+    monkeypatch.setattr(module, "KEPT_SNAPSHOTS", 3)
     service = client_of(served)
     client = service.create_lora_training_client("small", rank=2).result()
     prompt, params, samplers = types.ModelInput.from_ints([5, 6]), types.SamplingParams(max_tokens=2), []
@@ -425,6 +461,34 @@ def test_a_refused_request_does_not_hold_up_those_after_it(served, tokenizer):
         body = {"model_id": client.model_id, "seq_id": 2, "path": "x"}
         number = plain.post("save_weights", json=body).json()["request_id"]
         assert plain.post("retrieve_future", json={"request_id": number}).json()["path"].endswith("/weights/x")
+
+
+def test_a_number_means_one_request(served):
+    client = client_of(served).create_lora_training_client("small", rank=4, seed=1).result()
+    name, session = client.model_id, client.model_id.partition(":")[0]
+    requests: list[tuple[str, dict, dict]] = [
+        ("save_weights", {"model_id": name, "seq_id": 7, "path": "x"}, {"path": "y"}),
+        ("create_sampling_session", {"session_id": session, "sampling_session_seq_id": 7, "base_model": "small"}, {}),
+    ]
+    with httpx.Client(base_url=f"{served[0]}/api/v1/", headers={"X-API-Key": KEY}) as plain:
+        first = [plain.post(path, json=body) for path, body, _ in requests]
+        found = plain.post("retrieve_future", json=first[0].json()).json()["path"]
+        requests[1][2]["model_path"] = found
+        for (path, body, change), answer in zip(requests, first, strict=True):
+            assert plain.post(path, json=body).json() == answer.json()  # repeated
+            other = plain.post(path, json=body | change)
+            assert (other.status_code, "different one" in other.json()["detail"]) == (422, True)
+
+
+def test_tensors_without_a_shape_have_one_dimension_and_bfloat16_is_refused():
+    message = pb.ForwardBackwardRequest()
+    row = message.data.add()
+    row.model_input.add().encoded_text.tokens = np.array([5, 6], np.int32).tobytes()
+    row.loss_fn_inputs["target_tokens"].CopyFrom(tensor_message(types.TensorData([6, 7], "int64")))
+    assert data_of(message)[0].inputs["target_tokens"].tolist() == [6, 7]
+    row.loss_fn_inputs["target_tokens"].dtype = pb.DTYPE_BFLOAT16
+    with refusal("data[0].loss_fn_inputs.target_tokens", varies=True):
+        data_of(message)
 
 
 def test_a_step_without_a_part_of_its_gradients_is_refused(served, tokenizer):

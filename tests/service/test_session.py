@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from image_models import save_image_model
 from peft import PeftModel
 from random_models import save_random_model
 from refusals import refusal
@@ -325,6 +326,9 @@ def test_a_session_of_another_shape_and_a_directory_in_use_are_refused(model64, 
         one.another(8).load(tmp_path / "saved")
     with pytest.raises(ConfigError, match="something already"):
         one.save(tmp_path / "saved")
+    one.save(tmp_path / "to_sample", optimizer=False)
+    with pytest.raises(ConfigError, match="optimizer=False"):
+        one.load(tmp_path / "to_sample")
 
 
 # -- samples
@@ -425,7 +429,7 @@ def test_stops_end_a_sample_and_stay_in_it(model64):
 
 
 INPUTS, SUPERVISED = "data[0].loss_fn_inputs", "cross_entropy"
-TARGETS = f"{INPUTS}.target_tokens"
+TARGETS, CLIP_LOW = f"{INPUTS}.target_tokens", "loss_fn_config.clip_low_threshold"
 
 
 def one_token(**inputs) -> list[Datum]:
@@ -446,6 +450,8 @@ BAD = [
     ("no advantages", one_token(logprobs=[0.0]), "ppo", {}, INPUTS),
     ("an unknown loss", one_token(), "ppoo", {}, "loss_fn"),
     ("an unknown setting", one_token(), "ppo", {"clip": 1}, "loss_fn_config.clip"),
+    ("no number", one_token(), "dro", {"beta": math.nan}, "loss_fn_config.beta"),
+    ("limits that nothing lies between", one_token(), "ppo", {"clip_low_threshold": 2.0}, CLIP_LOW),
 ]
 
 
@@ -513,6 +519,11 @@ def test_shapes_of_adapters_choose_layers(model64):
     assert one.lora.alpha == 32.0
     with refusal("rank"):
         one.another(0)
+
+
+def test_adapters_of_an_image_text_model_leave_its_tower_out(tmp_path):
+    one = session(save_image_model(tmp_path, "qwen2_5_vl"), unembedding=False)
+    assert {name.split(".")[3] for name in one.weights()} == {"language_model"}
 
 
 def test_the_loop_of_the_documents_runs(model64):

@@ -25,6 +25,7 @@ from verl.engines.optimizer import AdamW
 from verl.engines.parallel_dims import Parallelism
 from verl.errors import ConfigError
 from verl.models.heads import LMHead
+from verl.models.images import vision_tower
 from verl.models.lora import LoRA
 from verl.models.model_files import quiet_transformers
 from verl.models.parallel_info import Autocast
@@ -45,13 +46,15 @@ PARTS = {  # words in the names of layers
 
 
 def linear_layers(model: Any) -> dict[str, str]:
-    """The part of each linear layer of a model: attention, mlp or unembedding; others are left out."""
-    head, found = model.get_output_embeddings(), {}
+    """The part of each linear layer of a model: attention, mlp or unembedding; empty for others and those of a vision
+    tower."""
+    head, tower, found = model.get_output_embeddings(), vision_tower(model), dict[str, str]()
+    of_tower = {*tower.modules()} if tower is not None else set[nn.Module]()
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
             parts = (part for part, words in PARTS.items() if any(word in name.lower() for word in words))
-            found[name] = "unembedding" if module is head else next(parts, "")
-    return {name: part for name, part in found.items() if part}
+            found[name] = "unembedding" if module is head else "" if module in of_tower else next(parts, "")
+    return found
 
 
 class BaseModel:
@@ -92,7 +95,7 @@ class BaseModel:
         self.tokenizer = source.load_tokenizer()
         model: Any = source.load_causal_lm(device)
         self._layers = linear_layers(model)
-        plain = min(name for name, part in self._layers.items() if part != "unembedding")
+        plain = min(name for name, part in self._layers.items() if part in PARTS)
         with quiet_transformers():  # peft reads what transformers will rename
             self.model: Any = get_peft_model(model, LoraConfig(r=1, target_modules=[plain]), adapter_name=NO_ADAPTER)
         self.model.requires_grad_(False)
@@ -132,9 +135,9 @@ class BaseModel:
         """Names of the linear layers of these parts, for an adapter: last names, or whole names where a last name is of
         several parts."""
         chosen = {"attention": attention, "mlp": mlp, "unembedding": unembedding}
-        names = {name for name, part in self._layers.items() if chosen[part]}
+        names = {name for name, part in self._layers.items() if chosen.get(part)}
         if not names:
-            parts = sorted({*self._layers.values()})
+            parts = sorted({*self._layers.values()} - {""})
             raise ConfigError(f"attention, mlp, unembedding choose no linear layer: the model has {', '.join(parts)}.")
         last = {name.rpartition(".")[2] for name in names}
         others = {name.rpartition(".")[2] for name in self._layers.keys() - names}

@@ -115,7 +115,8 @@ def loss_rows(data: Sequence[Datum], loss: Loss, settings: Settings, vocabulary:
     rows = [_checked(datum, f"data[{index}]", loss, vocabulary, longest) for index, datum in enumerate(data)]
     shapes = {row[TARGETS].shape[1:] for _, row in rows}
     if len(shapes) > 1:
-        raise ConfigError(f"data have target_tokens of shapes [N, *{shapes}]: expected one number of targets a token.")
+        shown = " and ".join(sorted(str(["N", *shape]).replace("'", "") for shape in shapes))
+        raise ConfigError(f"data have target_tokens of the shapes {shown}: expected as many targets a token in each.")
     lengths = torch.tensor([len(tokens) for tokens, _ in rows])
     width, shape = int(lengths.max()), [*shapes.pop()]
     if (entries := len(rows) * width * (shape or [1])[0]) > MAX_ENTRIES:

@@ -24,6 +24,7 @@ from fastapi.responses import JSONResponse
 from fastapi.staticfiles import StaticFiles
 from google.protobuf.message import DecodeError
 from pydantic import NonNegativeInt
+from starlette.requests import ClientDisconnect
 from tinker import types
 from tinker.proto import tinker_public_pb2 as pb
 
@@ -91,6 +92,7 @@ def application(service: TrainingService, token: str | None = None) -> FastAPI:
             return _failure(413, f"the body has more than {most} bytes, or no Content-Length.")
         return await handler(request)
 
+    @app.exception_handler(ClientDisconnect)
     @app.exception_handler(ValueError)
     @app.exception_handler(VerlError)
     async def refused(request: Request, error: Exception) -> Response:
@@ -303,7 +305,8 @@ def _add_samples(routes: APIRouter, service: TrainingService) -> None:
     @routes.post("/create_sampling_session")
     async def create_sampling_session(body: types.CreateSamplingSessionRequest) -> Any:
         service.check_base(body.base_model)
-        name = service.create_sampler(body.session_id, body.sampling_session_seq_id, body.model_path)
+        directory = None if body.model_path is None else service.saved_at(body.model_path)
+        name = service.create_sampler(body.session_id, body.sampling_session_seq_id, directory, body.model_path)
         return {"type": "create_sampling_session", "sampling_session_id": name}
 
     @routes.get("/samplers/{sampler}")

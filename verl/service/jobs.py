@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from verl.errors import VerlError
+from verl.errors import ConfigError, VerlError
 
 FETCHED_S = 120.0  # that a result is kept after it was fetched: its answer may have been lost
 UNFETCHED_S = 3600.0  # that a result is kept for which nobody comes
@@ -62,12 +62,14 @@ class Job:
     Attributes:
         owner: session that it belongs to.
         sample: a `SampleWork`; None for other requests.
+        content: of the request, a digest or a tuple.
         expires_at: on the clock of `time.monotonic`, when the result is dropped.
     """
 
     owner: str
     future: Future[Any] = field(default_factory=Future)
     sample: Any = None
+    content: object = None
     expires_at: float = math.inf
 
     def keep(self, seconds: float) -> None:
@@ -90,24 +92,29 @@ class Jobs:
         self._jobs: dict[str, Job] = {}
         self._samples: list[Job] = []
 
-    def submit(self, job_id: str, owner: str, work: Callable[[], Any] | SampleWork) -> str:
+    def submit(self, job_id: str, owner: str, work: Callable[[], Any] | SampleWork, content: object = None) -> str:
         """Queue work, and return its id. What was queued before is not queued again: clients repeat a request to which
         they got no answer.
 
+        Args:
+            content: of the request, a digest or a tuple.
         Raises:
             Busy: too many requests wait.
+            ConfigError: another request has this id.
         """
         with self._lock:
-            if job_id in self._jobs:
+            if (known := self._jobs.get(job_id)) is not None:
+                if known.content != content:
+                    raise ConfigError(f"the number of request {job_id} is that of an earlier, different one.")
                 return job_id
             if sum(job.owner == owner and not job.future.done() for job in self._jobs.values()) >= MAX_WAITING:
                 raise Busy(f"{MAX_WAITING} requests wait: ask again later.")
             if isinstance(work, SampleWork):
-                job = Job(owner, sample=work)
+                job = Job(owner, sample=work, content=content)
                 self._samples.append(job)
                 self._thread.submit(self._run_samples, job)
             else:
-                job = Job(owner, self._thread.submit(work))
+                job = Job(owner, self._thread.submit(work), content=content)
             self._jobs[job_id] = job
         job.future.add_done_callback(lambda _: job.keep(UNFETCHED_S))
         return job_id

@@ -18,8 +18,10 @@ al. 2025, arXiv:2507.18071, eq. 13-15 (gspo); Richemond et al. 2024, arXiv:2405.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -106,12 +108,18 @@ def loss_of(name: str, settings: Mapping[str, object]) -> tuple[Loss, Settings]:
     """A loss by its name, with its settings.
 
     Raises:
-        ConfigError: there is no such loss or setting, or a value is no number.
+        ConfigError: there is no such loss or setting, a value is no number, or nothing lies between two limits.
     """
     if (loss := LOSSES.get(name)) is None:
         raise ConfigError(f"loss_fn is {name!r}: there are {', '.join(LOSSES)}.{hint(nearest(name, LOSSES))}")
     for key, value in settings.items():
-        if key not in loss.settings or not isinstance(value, int | float):
+        if key not in loss.settings or not isinstance(value, int | float) or math.isnan(value):
             known = ", ".join(loss.settings) or "none"
             raise ConfigError(f"loss_fn_config.{key} is {value!r}: the settings of {name} are numbers: {known}.")
-    return loss, {**loss.settings, **settings}  # type: ignore[dict-item]
+    chosen: Any = {**loss.settings, **settings}
+    low, high = chosen.get("clip_low_threshold", 0.0), chosen.get("clip_high_threshold", math.inf)
+    if low > high:
+        raise ConfigError(
+            f"loss_fn_config.clip_low_threshold is {low}: more than clip_high_threshold, which is {high}."
+        )
+    return loss, chosen

@@ -23,9 +23,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from google.protobuf.message import Message
 from tinker import types
 from torch import Tensor
 
+from verl.checkpoint.core.hashing import digest_of
 from verl.errors import ConfigError, faults_below
 from verl.models.lora import LoRA
 from verl.service import saved
@@ -49,6 +51,12 @@ RESIDENT_SAMPLERS = MAX_ADAPTERS  # adapters in memory that are sampled from; ot
 KEPT_SNAPSHOTS = 64  # of each model
 MOST_SAMPLES = 1024  # of one request
 MOST_SCORES = 2**24  # log-probs of one request
+
+
+def digest(body: Any) -> str:
+    """A digest of the content of a request."""
+    is_protobuf = isinstance(body, Message)
+    return digest_of(body.SerializeToString(deterministic=True) if is_protobuf else body.model_dump_json().encode())
 
 
 class NotFound(ConfigError):
@@ -212,7 +220,7 @@ class TrainingService:
                 raise
             return answer
 
-        return self.jobs.submit(name, client_id, work)
+        return self.jobs.submit(name, client_id, work, (lora, seed, address, optimizer))
 
     def in_order(self, body: Any, work: Callable[[Model], Any]) -> dict[str, str]:
         """Queue a request of a model. Clients send those of a model one after another, numbered.
@@ -220,11 +228,11 @@ class TrainingService:
         Args:
             body: has `model_id` and `seq_id`.
         """
-        if not body.seq_id:
-            raise ConfigError("seq_id is missing: requests of a model are numbered from 1.")
+        if (body.seq_id or 0) < 1:
+            raise ConfigError(f"seq_id is {body.seq_id}: requests of a model are numbered from 1.")
         name = body.model_id or ""
         model, job_id = self.model(name), f"{name}:{body.seq_id}"
-        return {"request_id": self.jobs.submit(job_id, name.partition(":")[0], lambda: work(model))}
+        return {"request_id": self.jobs.submit(job_id, name.partition(":")[0], lambda: work(model), digest(body))}
 
     def note(self, model: Model, metrics: Mapping[str, float]) -> None:
         """Append the metrics of a step to `metrics.jsonl` of a model, of which `verl report` and `verl watch` make
@@ -269,7 +277,7 @@ class TrainingService:
         model.session.save(directory, optimizer=False)
         self._snapshots[directory] = model
         self._drop_snapshots(model, KEPT_SNAPSHOTS)
-        return self._add_sampler(model.name.partition(":")[0], number, directory, None)
+        return self.create_sampler(model.name.partition(":")[0], number, directory)
 
     def run_directory(self, name: str) -> Path:
         """The directory of a model: its id, without what is not in names of files."""
@@ -299,8 +307,11 @@ class TrainingService:
             run, kind, name = link.parts[-3:]
             address = f"tinker://{run.replace('-train-', ':train:')}/{kind}/{name}"
             parsed = types.ParsedCheckpointTinkerPath.from_tinker_path(address).model_dump(exclude={"training_run_id"})
-            moment = datetime.datetime.fromtimestamp(link.stat().st_mtime, datetime.UTC)
-            size = sum(file.stat().st_size for file in link.iterdir())
+            try:
+                moment = datetime.datetime.fromtimestamp(link.stat().st_mtime, datetime.UTC)
+                size = sum(file.stat().st_size for file in link.iterdir())
+            except FileNotFoundError:  # deleted meanwhile
+                continue
             found.append(types.Checkpoint(**parsed, time=moment, size_bytes=size))
         return sorted(found, key=lambda x: (x.time, x.tinker_path))
 
@@ -323,12 +334,11 @@ class TrainingService:
 
     # Samples
 
-    def create_sampler(self, client: str, number: int, address: str | None) -> str:
+    def create_sampler(self, client: str, number: int, directory: Path | None, address: str | None = None) -> str:
         """A sampling session on a saved adapter, or on the base model; returns its id."""
-        return self._add_sampler(client, number, None if address is None else self.saved_at(address), address)
-
-    def _add_sampler(self, client: str, number: int, directory: Path | None, address: str | None) -> str:
         name, known = f"{client}:sample:{number}", self.client(client).samplers
+        if name in known and known[name].directory != directory:
+            raise ConfigError(f"the number of sampling session {name} is that of an earlier, different one.")
         if name not in known:
             updates = -1 if directory is None else saved.read_record(directory).updates
             alike = sum(sampler.noise[0] == updates for sampler in [*known.values()])
@@ -355,7 +365,7 @@ class TrainingService:
         last, targets = request.prompt_logprobs_last_n, request.target_prompt_logprobs
         topk, longest = (request.topk_prompt_logprobs, request.topk_sample_logprobs), base.longest or UNKNOWN_ROOM
         scores = len(tokens) * topk[0] + count * min(options.max_new_tokens or longest, longest) * topk[1]
-        scores += 0 if targets is None else math.prod(targets.shape or [len(targets.data)])
+        scores += 0 if targets is None else math.prod(max(0, size) for size in targets.shape or ())
         for path, value, low, high in (
             ("num_samples", count, 1, MOST_SAMPLES),
             ("prompt_alt_tokens_k", request.prompt_alt_tokens_k, 0, 0),
@@ -366,12 +376,13 @@ class TrainingService:
         ):
             if not low <= value <= high:
                 raise ConfigError(f"{path} is {value}: must lie between {low} and {high}.")
+        _targets_of(request, base.vocabulary)
         if len(tokens) == base.longest and not (request.prompt_logprobs or topk[0] or targets is not None):
             raise ConfigError(f"prompt has {len(tokens)} tokens, as many as the model reads: it leaves no response.")
         noise = (self.seed, *sampler.noise, request.seq_id) if params.seed is None else (params.seed,)
         job_id, kind = f"{name}:{request.seq_id}", (options, None if base.mixes else sampler.directory)
         work = SampleWork(kind if self._joins else job_id, sampler.directory, count, request, options, noise)
-        return self.jobs.submit(job_id, name.partition(":")[0], work)
+        return self.jobs.submit(job_id, name.partition(":")[0], work, digest(request))
 
     def _sample_batch(self, begun: Sequence[SampleWork], late: Late) -> list[bytes]:
         """Samples of requests that sample alike, of up to `MAX_ADAPTERS` adapters, in the thread that computes."""
@@ -399,11 +410,8 @@ class TrainingService:
             rows = [self._scores(adapter, prompt + one.tokens, top_k, temperature=temperature) for one in samples]
             of_samples = [{name: x[len(prompt) - 1 :] for name, x in row.items()} for row in rows]
         if request.prompt_logprobs or request.topk_prompt_logprobs:
-            of_prompt["log_probs"] = torch.zeros(0)  # nothing precedes the first token
-            if len(prompt) > 1:
-                of_prompt = self._scores(adapter, prompt, request.topk_prompt_logprobs)
-        if (asked := request.target_prompt_logprobs) is not None:
-            targets = asked.to_torch(pad_value=-1)
+            of_prompt = self._scores(adapter, prompt, request.topk_prompt_logprobs)
+        if (targets := _targets_of(request, self.base.vocabulary)) is not None:
             chosen = self._scores(adapter, prompt, 0, targets.clamp_min(0))["log_probs"]
             of_prompt["of_targets"] = chosen.masked_fill(targets < 0, 0.0)
         return sample_response(request, samples, of_samples, of_prompt)
@@ -411,6 +419,10 @@ class TrainingService:
     def _scores(
         self, adapter: str | None, tokens: Sequence[int], top_k: int, targets: Tensor | None = None, **options: float
     ) -> dict[str, Tensor]:
+        if len(tokens) == 1:  # nothing precedes it
+            empty = torch.zeros(0, top_k)
+            likeliest = {"likeliest": empty, "of_likeliest": empty} if top_k else {}
+            return {"log_probs": torch.zeros(0) if targets is None else targets.float(), **likeliest}
         base, datum = self.base, Datum(tokens[:-1], {TARGETS: tokens[1:] if targets is None else targets})
         rows = loss_rows([datum], LOSSES["cross_entropy"], {}, base.vocabulary, base.longest)
         with base.sampling_from(adapter):
@@ -449,3 +461,23 @@ class TrainingService:
         self.base.make(name, lora)
         self.base.set_weights(name, weights)
         return name, lora
+
+
+def _targets_of(request: types.SampleRequest, vocabulary: int) -> Tensor | None:
+    """`target_prompt_logprobs` of a request, [prompt tokens - 1, K], with -1 for none.
+
+    Raises:
+        ConfigError: it is no such tensor.
+    """
+    if (asked := request.target_prompt_logprobs) is None:
+        return None
+    try:
+        targets = asked.to_torch(pad_value=-1)
+    except (ValueError, RuntimeError, AssertionError) as error:
+        raise ConfigError(f"target_prompt_logprobs cannot be read: {error}") from error
+    rows, shape = len(request.prompt.to_ints()) - 1, [*targets.shape]
+    if targets.is_floating_point() or targets.dim() != 2 or len(targets) != rows or not shape[1]:
+        raise ConfigError(f"target_prompt_logprobs is {asked.dtype} of shape {shape}: expected int64 of [{rows}, K].")
+    if bool(((targets < -1) | (targets >= vocabulary)).any()):
+        raise ConfigError(f"target_prompt_logprobs has other numbers than ids, 0 to {vocabulary - 1}, and -1 for none.")
+    return targets

@@ -255,6 +255,10 @@ class TrainingSession:
             raise ConfigError(f"{directory} holds a session of {record.adapter}, and this one is of {self.lora}.")
         if record.base != self.base.digest:
             raise ConfigError(f"{directory} holds an adapter of another base model.")
+        if optimizer and saved.OPTIMIZER not in record.digests:
+            raise ConfigError(
+                f"{directory} was saved for sampling, without an optimizer: load it with optimizer=False."
+            )
         weights = saved.read_tensors(directory, saved.ADAPTER, record)
         tensors = saved.read_tensors(directory, saved.OPTIMIZER, record) if optimizer else {}
         with self.base.lock:

@@ -37,6 +37,11 @@ def data_of(message: Any) -> list[Datum]:
 def _datum(message: Any, name: str) -> Datum:
     if others := {chunk.WhichOneof("chunk") for chunk in message.model_input} - {"encoded_text"}:
         raise ConfigError(f"{name}.model_input has a chunk of {others}: text alone is supported.")
+    for key, x in message.loss_fn_inputs.items():
+        if x.dtype not in (pb.DTYPE_FLOAT32, pb.DTYPE_INT64):  # the SDK would read the bits of bfloat16 as integers
+            raise ConfigError(f"{name}.loss_fn_inputs.{key} has dtype {x.dtype}: expected float32 or int64.")
+        if not x.shape:  # of a `TensorData` without one
+            x.shape.append(-1)
     try:
         tokens = b"".join(chunk.encoded_text.tokens for chunk in message.model_input)
         inputs = {key: tensor_of(x).to_torch() for key, x in message.loss_fn_inputs.items()}
