@@ -36,8 +36,7 @@ def prompts(rows, **config):
 
 
 def conversations(*chats, **config):
-    rows = [{"messages": list(chat)} for chat in chats]
-    return SFTDataset.from_rows(rows, TOKENIZER, {"messages_key": "messages", **config})
+    return SFTDataset.from_rows([{"messages": list(chat)} for chat in chats], TOKENIZER, config)
 
 
 def learned(dataset, index=0):

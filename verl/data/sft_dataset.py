@@ -27,6 +27,7 @@ from verl.errors import ConfigError
 from verl.protocol import DataProto
 
 COMPLETION_KEYS = ("completion", "response")
+MESSAGES_KEY = "messages"
 
 
 @dataclass(frozen=True)
@@ -221,14 +222,17 @@ class SFTDataset:
         self._pad_id = pad_id_of(tokenizer)
         num_rows = len(rows) + len(bad)
         chat = ChatTemplate(tokenizer, options.chat_template, options.system_prompt)
-        key = options.messages_key or options.prompt_key
+        present = {name for row in rows.values for name in row}
+        is_default = options.messages_key is None and options.prompt_key not in present and MESSAGES_KEY in present
+        messages_key = MESSAGES_KEY if is_default else options.messages_key
+        key = messages_key or options.prompt_key
         rows = with_images(with_chats(rows, key), key, options.images_key, options.max_pixels, tokenizer, bad)
-        if options.messages_key is None:
+        if messages_key is None:
             texts = from_prompts(rows, options.prompt_key, options.completion_key, chat, bad)
         else:
-            texts = from_conversations(rows, options.messages_key, chat, bad)
+            texts = from_conversations(rows, messages_key, chat, bad)
         bad.settle(num_rows)
-        prompts = [] if options.messages_key else [rows.values[index][options.prompt_key] for index in texts]
+        prompts = [] if messages_key else [rows.values[index][options.prompt_key] for index in texts]
         self.has_chats = not prompts or any(chat.messages_of(prompt) is not None for prompt in prompts)
         usable = list(texts)
         fitting = fit_lengths(
