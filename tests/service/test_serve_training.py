@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 
@@ -42,17 +43,20 @@ def test_the_command_serves_the_sdk_until_ctrl_c(dir32, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "path"),
+    ("words", "path", "key"),
     [
-        (["--host", "0.0.0.0"], "--host is 0.0.0.0"),
-        (["--host", "a-name"], "--host is a-name"),
-        (["rollout=server", "rollout.endpoint.base_url=http://127.0.0.1:1"], "rollout is ServerRollout"),
-        (["actor.model.pth=x"], "actor.model.pth"),
+        (["--host", "0.0.0.0"], "--host is 0.0.0.0", ""),
+        (["--port", "USED"], "--port is", ""),
+        (["--port", "0"], "VERL_SERVICE_KEY does not begin with tml-", "secret"),
+        (["rollout=server", "rollout.endpoint.base_url=http://127.0.0.1:1"], "rollout is ServerRollout", ""),
+        (["actor.model.pth=x"], "actor.model.pth", ""),
     ],
 )
-def test_what_it_cannot_serve_is_refused(words, path, monkeypatch):
-    monkeypatch.setenv("VERL_SERVICE_KEY", "")
-    result = CliRunner().invoke(app, ["serve-training", *words])
+def test_what_it_cannot_serve_is_refused(words, path, key, monkeypatch):
+    monkeypatch.setenv("VERL_SERVICE_KEY", key)
+    with socket.create_server(("127.0.0.1", 0)) as used:
+        words = [word.replace("USED", str(used.getsockname()[1])) for word in words]
+        result = CliRunner().invoke(app, ["serve-training", *words])
     assert result.exit_code == 2, result.output
     assert path in result.output
 

@@ -146,6 +146,8 @@ test_other_images_are_refused_by_their_place = refused(
     ("messages.0.content.0.image_url.url", refusals.ANY, image("data:image/png;base64,????")),
     ("messages.0.content.0.image_url.url", refusals.ANY, image(PNG[:200])),
     ("messages.0.content.0.image_url.url", refusals.ANY, image(url_of(Image.new("RGB", (9000, 9000))))),
+    ("messages.0.content.0.image_url.url", "1 x 900 pixels", image(url_of(Image.new("RGB", (1, 900))))),
+    ("for 0 images", refusals.ANY, lambda client: asked(client, [user("<|image_pad|>")])),
     ("for 1 images", refusals.ANY, lambda client: asked(client, [user("<|image_pad|>", PNG)])),
     ("messages", "input_audio", lambda client: asked(client, [{"role": "user", "content": [{"type": "input_audio"}]}])),
     kind=openai.BadRequestError,

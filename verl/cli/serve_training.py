@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import importlib.util
 import os
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -98,6 +99,14 @@ def _serve(run: Any, host: str, port: int, directory: Path, names: list[str], ex
     key = os.environ.get(KEY) or None
     if key is None and not is_this_machine(host):
         raise ConfigError(f"--host is {host}: another machine could train here. Set {KEY}=tml-KEY, or leave it out.")
+    if not (key or "tml-").startswith("tml-"):
+        raise ConfigError(f"{KEY} does not begin with tml-: clients refuse such a key. Choose another.")
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        raise ConfigError(f"--port is {port}: cannot listen at {host}:{port} ({error}). Choose another.") from error
     refuse_here(run)
     run = resolve_warm_starts(run, rich.get_console())
     with TemporaryDirectory("verl-service-") as temporary:
@@ -117,8 +126,8 @@ def _serve(run: Any, host: str, port: int, directory: Path, names: list[str], ex
             options: Any = {"log_level": "warning", "timeout_graceful_shutdown": 5}  # clients hold requests open longer
             server = uvicorn.Server(uvicorn.Config(application(service, key), host, port, **options))
             with contextlib.suppress(KeyboardInterrupt):
-                socket = server.config.bind_socket()
-                echo(f"{service.names[0]} at http://{host}:{socket.getsockname()[1]}, saved weights in {directory}")
-                server.run(sockets=[socket])
+                url = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
+                echo(f"{service.names[0]} at {url}, saved weights in {directory}")
+                server.run(sockets=[listener])
         finally:
             state.restore()

@@ -343,13 +343,15 @@ class ImageTokens:
         """The image of a data URL.
 
         Raises:
-            BadImage: it is none, or beyond the limits, or the model reads no images.
+            BadImage: it is none, beyond the limits, or none that the model reads.
         """
         if self._processor is None:
             raise BadImage("the model reads none")
         if not url.startswith("data:"):
             raise BadImage(f"{url[:80]!r} is not a data URL: send data:image/...;base64,...")
-        return checked(source_of(url, Path()), self._max_pixels)
+        image = checked(source_of(url, Path()), self._max_pixels)
+        self._of_size(image.size)
+        return image
 
     def joined(self, media: RowMedia, images: Sequence[CheckedImage]) -> RowMedia:
         """The digest and the tensors of the images of a row, and of more images behind them."""

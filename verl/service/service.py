@@ -445,22 +445,16 @@ class TrainingService:
             if record.base != self.base.digest:
                 raise ConfigError("the weights of this sampler are those of an adapter of another base model.")
             weights = saved.read_tensors(directory, saved.ADAPTER, record)
-            found = self._made_resident(record.adapter, weights)
+            if len(self._resident) >= RESIDENT_SAMPLERS:
+                found = self._resident.pop(next(iter(self._resident)))
+            if found is None or found[1] != record.adapter:  # peft takes far longer to make one
+                if found is not None:
+                    self.base.remove(found[0])
+                found = f"sampler_{uuid.uuid4().hex}", record.adapter
+                self.base.make(*found)
+            self.base.set_weights(found[0], weights)
         self._resident[directory] = found
         return found[0]
-
-    def _made_resident(self, lora: LoRA, weights: Mapping[str, Tensor]) -> tuple[str, LoRA]:
-        """A frozen adapter with these weights: the one that was not used for longest, or a new one."""
-        if len(self._resident) >= RESIDENT_SAMPLERS:
-            name, of_oldest = self._resident.pop(next(iter(self._resident)))
-            if of_oldest == lora:  # peft takes far longer to make one
-                self.base.set_weights(name, weights)
-                return name, lora
-            self.base.remove(name)
-        name = f"sampler_{uuid.uuid4().hex}"
-        self.base.make(name, lora)
-        self.base.set_weights(name, weights)
-        return name, lora
 
 
 def _targets_of(request: types.SampleRequest, vocabulary: int) -> Tensor | None:

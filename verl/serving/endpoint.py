@@ -325,7 +325,7 @@ class PolicyEndpoint:
             return tuple(text_tokens(["".join(map(self._content, messages))], self.tokenizer)[0])
         written = None if tools is self.tools and not self.chat.reads_tools else tools
         text = self.chat.render([_for_template(m) for m in messages], "messages", reply_follows=True, tools=written)
-        text = self.chat.images.expanded(text, images) if images else text
+        text = self.chat.images.expanded(text, images)  # refuses a text that has the placeholder of images
         return tuple(self.tokenizer(text, add_special_tokens=False).input_ids)
 
     def _message(self, turn: RecordedTurn, tools: Any) -> tuple[dict[str, Any], str]:
