@@ -69,8 +69,8 @@ def ways(root: Path, directory: Path) -> dict[str, Callable[[], object]]:
     """What is compared."""
 
     def ours(components: Iterable[str], verify: bool = True) -> int:
-        loaded = CheckpointManager(directory).load_components(components, verify=verify)
-        return sum(touched(tensors.values()) for tensors in loaded.values())
+        manager = CheckpointManager(directory)
+        return sum(touched(manager.load(name, verify=verify).values()) for name in components)
 
     files = [directory / name / "model.safetensors" for name in COMPONENTS]
     return {

@@ -6,9 +6,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from checkpoint.rank_tensors import RankTensor, write_model, write_tensors
@@ -54,11 +53,10 @@ def flip_bit(path: Path, at: int = -1) -> None:
     path.write_bytes(data)
 
 
-def as_of_format(directory: Path, version: str, addition: Mapping[str, Any] | None = None) -> None:
-    """Let a checkpoint say that it is of another format, with other keys, and be consistent in that."""
+def as_of_format(directory: Path, version: str) -> None:
+    """Let a checkpoint say that it is of another format, and be consistent in that."""
     manifest = json.loads((directory / "manifest.json").read_text())
     manifest["format"]["version"] = version
-    manifest |= addition or {}
     data = json.dumps(manifest).encode()
     (directory / "manifest.json").write_bytes(data)
     (directory / "COMMIT").write_bytes(commit_line(data))

@@ -26,9 +26,7 @@ VerlError
     ├── BadCheckpoint (ValueError)            this one cannot be used; names every file at fault
     │   ├── CheckpointIncomplete              it was never completely published, or a part is missing
     │   ├── CheckpointCorrupt                 a part of it differs from what was written
-    │   └── CheckpointUnsupported             its format is not read by this version of verl
-    │       ├── CheckpointTooNew              a later version of verl wrote it
-    │       └── CheckpointTooOld              this version of verl does not read it any more
+    │   └── CheckpointTooNew                  a later version of verl wrote it
     ├── CheckpointNotFound (FileNotFoundError)   there is none
     ├── CheckpointFenced (RuntimeError)       another trainer has taken over the directory
     ├── CheckpointReadFailed (OSError)        the file system cannot be read
@@ -373,16 +371,8 @@ class CheckpointCorrupt(BadCheckpoint):
     """A part of a checkpoint differs from what was written."""
 
 
-class CheckpointUnsupported(BadCheckpoint):
-    """A checkpoint has a format that this version of verl does not read; no other checkpoint is used in its place."""
-
-
-class CheckpointTooNew(CheckpointUnsupported):
-    """A checkpoint was written by a later version of verl."""
-
-
-class CheckpointTooOld(CheckpointUnsupported):
-    """A checkpoint has a form that this version of verl does not read any more."""
+class CheckpointTooNew(BadCheckpoint):
+    """A checkpoint was written by a later version of verl; no other checkpoint is used in its place."""
 
 
 class CheckpointNotFound(CheckpointError, FileNotFoundError):

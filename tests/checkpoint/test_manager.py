@@ -69,10 +69,10 @@ def test_rows_of_the_replay_buffer_are_counted_over_its_shards(store):
 @pytest.mark.parametrize("mmap", [True, False])
 def test_tensors_are_those_that_were_saved_by_however_many_writers(mmap, store):
     manager = CheckpointManager(store.directory)
-    loaded = manager.load_components(["actor", "optimizer"], mmap=mmap)
+    actor, optimizer = (manager.load(name, mmap=mmap) for name in ("actor", "optimizer"))
     expected = torch.from_numpy(WEIGHT * 2)
-    assert sorted(loaded["actor"]) == ["first", "second"]
-    for tensor in (loaded["actor"]["first"], loaded["actor"]["second"], loaded["optimizer"]["moment"]):
+    assert sorted(actor) == ["first", "second"]
+    for tensor in (actor["first"], actor["second"], optimizer["moment"]):
         assert torch.equal(tensor, expected)
 
 

@@ -267,7 +267,7 @@ def test_compat_is_a_command_of_its_own(directory):
     root = Path(__file__).parents[2]
     done = subprocess.run([*command, directory], capture_output=True, text=True, cwd=root)
     assert done.returncode == 1
-    assert re.search(r"global_step_200 +2\.0\.0 .* BREAKS: format 2\.0\.0 is of a newer major version", done.stdout)
+    assert re.search(r"global_step_200 +2\.0\.0 .* BREAKS: format 2\.0\.0 is not of the major versions", done.stdout)
     assert done.stdout.endswith("1 of 2 checkpoints would break\n")
     done = subprocess.run([*command, directory / "global_step_100", "--json"], capture_output=True, text=True, cwd=root)
     assert (done.returncode, json.loads(done.stdout)["checkpoints"][0]["breaks"]) == (0, None)

@@ -20,12 +20,10 @@ from verl.errors import (
     CheckpointCorrupt,
     CheckpointIncomplete,
     CheckpointTooNew,
-    CheckpointTooOld,
-    CheckpointUnsupported,
     FileFault,
 )
 
-Status = Literal["complete", "incomplete", "corrupt", "too new", "too old"]
+Status = Literal["complete", "incomplete", "corrupt", "too new"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +79,7 @@ class ComponentSummary:
 def summaries(store: CheckpointStore, name: str | None = None, level: Level = "quick") -> list[CheckpointSummary]:
     """All checkpoints of a directory in order of publication, then those that do not verify; or only the one named."""
     good, bad = store.survey()
-    newest = good[-1].name if good and not any(isinstance(error, CheckpointUnsupported) for error in bad) else None
+    newest = good[-1].name if good and not any(isinstance(error, CheckpointTooNew) for error in bad) else None
     seen = set[tuple[int, int]]()
     added = {checkpoint.name: _added_bytes(store.disk, checkpoint, seen) for checkpoint in good}
     directories = [*(checkpoint.directory for checkpoint in good), *(error.directory for error in bad)]
@@ -161,8 +159,6 @@ def status_of(error: BadCheckpoint) -> Status:
     """Status text of a damaged checkpoint."""
     if isinstance(error, CheckpointTooNew):
         return "too new"
-    if isinstance(error, CheckpointTooOld):
-        return "too old"
     return "incomplete" if isinstance(error, CheckpointIncomplete) else "corrupt"
 
 

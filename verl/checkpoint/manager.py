@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -185,17 +185,6 @@ class CheckpointManager:
         if mmap:
             return mapped
         return {name: tensor.clone() if tensor.device.type == "cpu" else tensor for name, tensor in mapped.items()}
-
-    def load_components(
-        self,
-        components: Iterable[str],
-        mmap: bool = True,
-        device_map: DeviceMap = None,
-        strict: bool = True,
-        verify: bool = True,
-    ) -> dict[str, Mapping[str, torch.Tensor]]:
-        """Several components at once; see `load`."""
-        return {name: self.load(name, mmap, device_map, strict, verify) for name in components}
 
     def reader(self, verify: bool = True, writable: bool = False) -> CheckpointReader:
         """A low-level reader of bytes of files and tensors, which does not need torch; see `CheckpointReader`."""

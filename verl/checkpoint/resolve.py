@@ -30,7 +30,7 @@ from verl.errors import (
     BadCheckpoint,
     CheckpointCorrupt,
     CheckpointNotFound,
-    CheckpointUnsupported,
+    CheckpointTooNew,
     ConfigError,
     FileFault,
     StorageError,
@@ -337,17 +337,16 @@ class _Search:
             lineage: of a run, whose checkpoints alone are meant.
         """
         local = CheckpointDirectory(directory)
-        faults: list[BadCheckpoint | StorageError] = []
+        good, bad = local.survey()
+        faults = [self._passed_over(error) for error in bad]
         others: list[ResumePoint] = []
-        with read_errors(f"looking for checkpoints in {directory}"):
-            numbered: dict[Path | LogRecord, float] = {**local.newest_first()}
         with contextlib.ExitStack() as stack:
             remote = None if tier is None else RemoteStore(stack.enter_context(tier.storage.connect()))
-            numbered |= {record: record.sequence for record in self._records(remote, directory, bool(numbered))}
+            found = [*good, *self._records(remote, directory, bool(good or bad))]
             # Of one that is in both, the local copy first
-            for found in sorted(numbered, key=lambda one: (numbered[one], isinstance(one, Path)), reverse=True):
+            for one in sorted(found, key=lambda one: (one.sequence, isinstance(one, Checkpoint)), reverse=True):
                 try:
-                    seen = self._seen(found, remote, what)
+                    seen = self._seen(one, remote, what)
                     if not Retention(lineage=lineage).covers(seen.checkpoint):
                         continue
                     if self.is_own is not None and not self.is_own(seen.state):
@@ -355,20 +354,17 @@ class _Search:
                         continue
                     if self.dry:
                         return seen
-                    if isinstance(found, Path) or remote is None:
-                        checkpoint = self.verified(local.directory / found.name)
+                    if isinstance(one, Checkpoint) or remote is None:
+                        checkpoint = self.verified(local.directory / one.name)
                     else:
-                        checkpoint = pull(remote, found, CheckpointStore(directory), anew=True)
+                        checkpoint = pull(remote, one, CheckpointStore(directory), anew=True)
                     why = f"{what}: the last one that was published{', of this training' if others else ''}"
                     return ResumePoint(checkpoint, read_state(local.disk, checkpoint), why)
                 except (BadCheckpoint, StorageError) as error:
-                    if isinstance(found, Path) and not local.exists(found):  # pruned meanwhile
+                    if isinstance(one, Checkpoint) and not local.exists(one.directory):  # pruned meanwhile
                         return self.newest(directory, what, lineage, tier)
-                    if self.strict or isinstance(error, CheckpointUnsupported):
-                        raise
-                    where = "" if tier is None else f"{found.name} of {tier.address}, which cannot be fetched: "
-                    self._say("NOT USING checkpoint %s%s", "" if isinstance(error, BadCheckpoint) else where, error)
-                    faults.append(error)
+                    where = "" if tier is None else f"{one.name} of {tier.address}, which cannot be fetched: "
+                    faults.append(self._passed_over(error, where))
         if faults and not others:
             where = str(directory) if tier is None else f"{directory} and {tier.address}, or such as cannot be fetched,"
             raise ConfigError(
@@ -381,11 +377,17 @@ class _Search:
         """Open a checkpoint, with a hash of every byte if that is asked for."""
         return open_verified(FileSystem(), directory, "full" if self.verify and not self.dry else "quick")
 
-    def _seen(self, found: Path | LogRecord, remote: RemoteStore | None, what: str) -> ResumePoint:
-        """A checkpoint with its state, where it is, after a quick verification on the disk."""
-        if isinstance(found, Path):
-            checkpoint = open_verified(FileSystem(), found)
-            return ResumePoint(checkpoint, read_state(FileSystem(), checkpoint), what)
+    def _passed_over(self, error: BadCheckpoint | StorageError, where: str = "") -> BadCheckpoint | StorageError:
+        """Log why a checkpoint is not used, or raise the error if no other may be used in its place."""
+        if self.strict or isinstance(error, CheckpointTooNew):
+            raise error
+        self._say("NOT USING checkpoint %s%s", "" if isinstance(error, BadCheckpoint) else where, error)
+        return error
+
+    def _seen(self, found: Checkpoint | LogRecord, remote: RemoteStore | None, what: str) -> ResumePoint:
+        """A checkpoint with its state, where it is."""
+        if isinstance(found, Checkpoint):
+            return ResumePoint(found, read_state(FileSystem(), found), what)
         assert remote is not None
         checkpoint = remote.open(found)
         return ResumePoint(checkpoint, remote.state(checkpoint) if self.dry or self.is_own else {}, what)

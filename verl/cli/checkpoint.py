@@ -22,7 +22,7 @@ from verl.checkpoint.remote.transfer import find_at, upload
 from verl.checkpoint.remote.transfer import pull as pull_one
 from verl.checkpoint.resolve import directories_below, resolve_path
 from verl.cli.console import FOUND, counted, duration, echo, parse_duration, print_json, size
-from verl.errors import BadCheckpoint, CheckpointNotFound, CheckpointTooNew, CheckpointUnsupported, ConfigError
+from verl.errors import BadCheckpoint, CheckpointNotFound, CheckpointTooNew, ConfigError
 from verl.storage.config import is_address, storage_at
 from verl.tracking.base import headline
 from verl.tracking.console import print_table
@@ -181,16 +181,18 @@ def health(
     The exit status is 0 if there is one, 1 if there is none or it is too old, 2 if it cannot be determined.
     """
     limit_s = None if max_age is None else parse_duration(max_age, "--max-age")
-    try:
-        where = resolve_path(path)
-        newest, passed_over = CheckpointDirectory(where.directory).newest_and_damaged(where.name, where.covers)
-    except CheckpointUnsupported as error:
-        is_newer = isinstance(error, CheckpointTooNew)
-        writer = "a later version of verl" if is_newer else "an earlier version of verl, and is not read any more"
-        _not_ready(f"{error.directory.name} was saved by {writer}")
-    names = ", ".join(error.directory.name for error in passed_over)
-    if newest is None:
+    where = resolve_path(path)
+    good, bad = CheckpointDirectory(where.directory).survey()
+    if where.name not in (None, LATEST):
+        good = [checkpoint for checkpoint in good if checkpoint.name == where.name]
+        bad = [error for error in bad if error.directory.name == where.name]
+    for error in bad:
+        if isinstance(error, CheckpointTooNew):
+            _not_ready(f"{error.directory.name} was saved by a later version of verl")
+    names = ", ".join(error.directory.name for error in bad)
+    if not (meant := [checkpoint for checkpoint in good if where.covers(checkpoint)]):
         _not_ready(f"no complete checkpoint in {path}" + (f" (bad: {names})" if names else ""))
+    newest = meant[-1]
     age = age_s(newest)
     saved = f"{newest.name}, step {newest.step}, saved {duration(age)} ago"
     if limit_s is not None and age > limit_s:

@@ -56,9 +56,7 @@ def compat(
 
 
 def _print(checked: list[FormatFinding], old: Version, new: Version) -> None:
-    print_table(
-        ["verl", "writes format", "reads from"], [["from " + row.verl, row.writes, row.reads_from] for row in FORMATS]
-    )
+    print_table(["verl", "writes format"], [["from " + row.verl, row.writes] for row in FORMATS])
     for version in (old, new):
         row = format_of(version)
         formats = "has no checkpoints of this kind" if row is None else f"writes format {row.writes}"

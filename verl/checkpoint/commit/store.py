@@ -71,7 +71,7 @@ from verl.checkpoint.read.reader import open_verified
 from verl.errors import (
     BadCheckpoint,
     CheckpointIncomplete,
-    CheckpointUnsupported,
+    CheckpointTooNew,
     ConfigError,
     FileFault,
     NoSpaceForCheckpoint,
@@ -351,13 +351,13 @@ class CheckpointStore(CheckpointDirectory):
         that the store behind has.
 
         Raises:
-            CheckpointUnsupported: another version of verl saves here.
+            CheckpointTooNew: a later version of verl saves here.
         """
         opened = []
         for directory in self.candidates():
             try:
                 opened.append(open_checkpoint(self.disk, directory))
-            except CheckpointUnsupported:
+            except CheckpointTooNew:
                 raise
             except BadCheckpoint as error:
                 self._say(f"damaged checkpoint {error}")

@@ -20,29 +20,24 @@ from verl.checkpoint.core.hashing import digest_of
 from verl.checkpoint.core.manifest import (
     COMMIT,
     COMMIT_LIMIT_BYTES,
-    DELTAS,
     FORMAT_NAME,
     FORMAT_VERSION,
     MANIFEST,
     MANIFEST_LIMIT_BYTES,
-    OLDEST_FORMAT,
     STATE,
     FileEntry,
     LogicalTensor,
     Manifest,
     ManifestError,
     ManifestTooNew,
-    ManifestTooOld,
     SavedSlice,
     commit_line,
-    is_older,
     is_readable,
 )
 from verl.errors import (
     CheckpointCorrupt,
     CheckpointIncomplete,
     CheckpointTooNew,
-    CheckpointTooOld,
     ConfigError,
     FileFault,
 )
@@ -130,7 +125,7 @@ def open_checkpoint(disk: FileSystem, directory: Path) -> Checkpoint:
     Raises:
         CheckpointIncomplete: COMMIT or the manifest is missing.
         CheckpointCorrupt: COMMIT or the manifest cannot be read, or they do not match.
-        CheckpointTooNew, CheckpointTooOld: its format is not supported.
+        CheckpointTooNew: its format is not supported.
     """
     disk.contain(directory)
     commit = _read_own(disk, directory, COMMIT, COMMIT_LIMIT_BYTES)
@@ -147,13 +142,13 @@ def parse_manifest(directory: Path, data: bytes) -> Manifest:
     Args:
         directory: of the checkpoint, for messages.
     Raises:
-        CheckpointCorrupt, CheckpointTooNew, CheckpointTooOld: not a manifest, or an unsupported format.
+        CheckpointCorrupt, CheckpointTooNew: not a manifest, or an unsupported format.
     """
     try:
         return Manifest.from_bytes(data)
     except ManifestError as error:
-        kinds = {ManifestTooNew: CheckpointTooNew, ManifestTooOld: CheckpointTooOld}
-        raise kinds.get(type(error), CheckpointCorrupt)(directory, [FileFault(MANIFEST, str(error))]) from error
+        kind = CheckpointTooNew if isinstance(error, ManifestTooNew) else CheckpointCorrupt
+        raise kind(directory, [FileFault(MANIFEST, str(error))]) from error
 
 
 def read_state(disk: FileSystem, checkpoint: Checkpoint) -> dict[str, Any]:
@@ -247,20 +242,13 @@ def _read_own(disk: FileSystem, directory: Path, name: str, limit: int) -> bytes
 
 
 class FormatOf(NamedTuple):
-    """The format written by verl from this version on, and the oldest format that it reads."""
+    """The format written by verl from this version on; it reads all that precede it."""
 
     verl: str
     writes: str
-    reads_from: str
 
 
-# A row for every version of verl that changed either format.
-FORMATS = (
-    FormatOf("0.1.0", writes="0.9.0", reads_from="0.9.0"),
-    FormatOf("0.2.0", writes="1.0.0", reads_from="0.9.0"),
-    FormatOf("0.3.0", writes=FORMAT_VERSION, reads_from=OLDEST_FORMAT),
-)
-OLDEST_WRITER = Version("0.3.0")  # oldest version of verl whose checkpoints this version reads
+FORMATS = (FormatOf("0.3.0", writes=FORMAT_VERSION),)  # a row for every version of verl that changed the format
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -293,7 +281,7 @@ def parse_version(text: str, where: str) -> Version:
 
 
 def format_of(version: Version) -> FormatOf | None:
-    """The formats that a version of verl writes and reads; None for versions before the first format.
+    """The format that a version of verl writes; None for versions before the first format.
 
     A version later than this one is treated like this one, because it must read everything that this one reads.
     """
@@ -323,24 +311,17 @@ def _finding(directory: Path, moving_from: Version, moving_to: Version) -> Forma
         name=directory.name,
         format_version=written,
         verl_version=str(by),
-        breaks=_reason(written, by, bool(raw.get("deltas")), moving_to),
+        breaks=_reason(written, moving_to),
         note=None if by == moving_from else f"written by verl {by}, not {moving_from}",
     )
 
 
-def _reason(written: str, by: Version, has_deltas: bool, moving_to: Version) -> str | None:
+def _reason(written: str, moving_to: Version) -> str | None:
     """Why a version cannot read a checkpoint; None if it can."""
     row = format_of(moving_to)
     if row is None:
         return f"verl {moving_to} has no checkpoints of this kind; the first version that has is {FORMATS[0].verl}"
-    if moving_to >= OLDEST_WRITER and by < OLDEST_WRITER and not is_older(written):
-        return f"verl {by} wrote it, and verl {moving_to} reads those of {OLDEST_WRITER} and later"
-    if moving_to >= OLDEST_WRITER and has_deltas:
-        return f"{DELTAS}, which verl {moving_to} does not read"
-    if is_older(written, than=row.reads_from):
-        return f"format {written} is older than {row.reads_from}, the oldest that verl {moving_to} reads"
-    if not is_readable(written, by=row.writes):
-        newer = "major version" if Version(written).major > Version(row.writes).major else "version"
-        of = f"verl {verl.__version__} knows of verl {moving_to}" if is_ahead(moving_to) else f"verl {moving_to} reads"
-        return f"format {written} is of a newer {newer} than {row.writes}, the newest that {of}"
-    return None
+    if is_readable(written, by=row.writes):
+        return None
+    of = f"verl {verl.__version__} knows of verl {moving_to}" if is_ahead(moving_to) else f"verl {moving_to} reads"
+    return f"format {written} is not of the major versions up to {row.writes}, the newest that {of}"

@@ -37,10 +37,6 @@ class ManifestTooNew(ManifestError):
     """A manifest of an unknown, later format."""
 
 
-class ManifestTooOld(ManifestError):
-    """A manifest of a format that is no longer supported."""
-
-
 def checked_path(path: str) -> str:
     """Check a path within a checkpoint and return it.
 
@@ -198,10 +194,9 @@ def _describe(part: SavedSlice) -> str:
 
 
 FORMAT_NAME = "verl-checkpoint"
-FORMAT_VERSION = OLDEST_FORMAT = "1.0.0"  # each later format reads all formats from this one on
+FORMAT_VERSION = "1.0.0"  # each later format reads all formats from this one on
 MANIFEST_LIMIT_BYTES = 2**28
 COMMIT_LIMIT_BYTES = 4096
-DELTAS = "it stores files as deltas"
 DIGEST = re.compile("[0-9a-f]{64}")
 
 
@@ -277,16 +272,10 @@ class Manifest:
 
         Raises:
             ManifestTooNew: the format is newer than this version.
-            ManifestTooOld: the format, or the version that wrote it, is no longer supported.
             ManifestError: the data is not a valid manifest.
         """
         try:
-            stamped = parse_as(_Stamped, data)
-            version = _supported(stamped.format)
-            if stamped.deltas:
-                raise ManifestTooOld(f"{DELTAS}, which commit 111e8ee5 of verl 0.3.0 was the last to read")
-            if stamped.verl_version.startswith(("0.1.", "0.2.")):
-                raise ManifestTooOld(f"verl {stamped.verl_version} wrote it, which verl 0.2.0 was the last to read")
+            version = _supported(parse_as(_Stamped, data).format)
             saved = parse_as(_SavedManifest, data)
         except ExternalInputError as error:
             raise ManifestError(f"it is not a manifest of a checkpoint ({error})") from error
@@ -313,8 +302,6 @@ class _Format:
 @dataclass(frozen=True)
 class _Stamped:
     format: _Format
-    verl_version: str = ""
-    deltas: tuple[Any, ...] = ()
 
 
 _PLAIN_FIELDS = ("sequence", "step", "tag", "run_id", "saved_at", "verl_version", "metrics")
@@ -338,24 +325,18 @@ def is_readable(version: str, by: str = FORMAT_VERSION) -> bool:
     >>> is_readable("1.3.0", by="1.2.0"), is_readable("2.0.0", by="1.2.0"), is_readable("0.9.0", by="1.2.0")
     (True, False, False)
     """
-    return not is_older(version) and _major_minor(version)[0] <= _major_minor(by)[0]
+    return 1 <= _major(version) <= _major(by)
 
 
-def is_older(version: str, than: str = OLDEST_FORMAT) -> bool:
-    """Whether a format version precedes another."""
-    return _major_minor(version) < _major_minor(than)
-
-
-def _major_minor(version: str) -> tuple[int, int]:
-    major, minor = (int(number) for number in version.split(".")[:2])
-    return major, minor
+def _major(version: str) -> int:
+    return int(version.split(".")[0])
 
 
 def _supported(form: _Format) -> str:
     if form.name != FORMAT_NAME:
         raise ManifestError(f"its format is {form.name!r}, not {FORMAT_NAME!r}")
-    if is_older(form.version):
-        raise ManifestTooOld(f"it is of format {form.version}, which verl 0.2.0 was the last to read")
+    if not _major(form.version):
+        raise ManifestError(f"it is of format {form.version}, of a version of verl before 0.3.0, which is not read")
     if not is_readable(form.version):
         raise ManifestTooNew(
             f"it is of format {form.version}; this version of verl reads up to {FORMAT_VERSION}. Use a newer verl"

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
-import re
 from collections.abc import Callable
 from pathlib import Path
 
 from verl.checkpoint.core.checkpoint import Checkpoint
 from verl.checkpoint.core.filesystem import FileSystem, is_directory, read_errors
-from verl.checkpoint.core.manifest import COMMIT, MANIFEST, is_readable
+from verl.checkpoint.core.manifest import COMMIT, MANIFEST
 from verl.checkpoint.read.reader import Level, open_verified
-from verl.errors import BadCheckpoint, CheckpointNotFound, CheckpointUnsupported, ConfigError
+from verl.errors import BadCheckpoint, CheckpointNotFound, CheckpointTooNew, ConfigError
 
 FORMAT, RUN_LOCK = "format.json", "run.lock"
 
@@ -22,8 +20,6 @@ log = logging.getLogger(__name__)
 STAGING, TRASH, PINS, LATEST = "staging", "trash", "pins", "latest"
 COLD, UPLOADED, FETCHED = "cold.json", "uploaded", "fetched"
 POLICY_RECORD = "policy.json"  # in a run's directory: step, configuration and statistics of the weights in it
-HEAD_BYTES = 512
-HEAD = re.compile(rb'"format":.*?"version": ?"(\d+\.\d+)[^"]*".*?"sequence": ?(\d+)', re.DOTALL)
 RESERVED = {STAGING, TRASH, PINS, LATEST, FORMAT, RUN_LOCK, COLD, UPLOADED, FETCHED}
 
 
@@ -68,46 +64,23 @@ class CheckpointDirectory:
         return sorted(good, key=lambda checkpoint: (checkpoint.sequence, checkpoint.name)), bad
 
     def newest(self, is_meant: Callable[[Checkpoint], bool] | None = None) -> Checkpoint:
-        """The complete checkpoint that was published last, see `complete` and `newest_and_damaged`.
-
-        Raises:
-            CheckpointNotFound: no checkpoint is complete.
-            CheckpointUnsupported: another version of verl saved here; no older checkpoint is used instead.
-        """
-        newest, damaged = self.newest_and_damaged(is_meant=is_meant)
-        for error in damaged:
-            self._say(f"NOT USING checkpoint {error}")
-        if newest is None:
-            raise CheckpointNotFound(f"{self.directory} holds no complete checkpoint")
-        return newest
-
-    def newest_and_damaged(
-        self, name: str | None = None, is_meant: Callable[[Checkpoint], bool] | None = None
-    ) -> tuple[Checkpoint | None, list[BadCheckpoint]]:
-        """The complete checkpoint that was published last, and the damaged ones that were skipped; older ones are not
-        opened.
+        """The complete checkpoint that was published last, see `complete`.
 
         Args:
-            name: consider only the checkpoint of this name; None or `latest` considers all.
             is_meant: whether a checkpoint is considered; None considers all.
         Raises:
-            CheckpointUnsupported: another version of verl saved here.
+            CheckpointNotFound: no checkpoint is complete.
+            CheckpointTooNew: a later version of verl saved here; no older checkpoint is used instead.
         """
-        damaged: list[BadCheckpoint] = []
-        with read_errors(f"looking for checkpoints in {self.directory}"):
-            for path in self.newest_first() if name in (None, LATEST) else [self.directory / name]:
-                try:
-                    checkpoint = open_verified(self.disk, path)
-                    if is_meant is None or is_meant(checkpoint):
-                        return checkpoint, damaged
-                except CheckpointUnsupported:
-                    raise
-                except BadCheckpoint as error:
-                    if self.exists(path):
-                        damaged.append(error)
-                    elif name in (None, LATEST):  # pruned in the meantime: newer ones exist
-                        return self.newest_and_damaged(name, is_meant)
-        return None, damaged
+        good, bad = self.survey()
+        for error in bad:
+            if isinstance(error, CheckpointTooNew):
+                raise error
+            self._say(f"NOT USING checkpoint {error}")
+        meant = [checkpoint for checkpoint in good if is_meant is None or is_meant(checkpoint)]
+        if not meant:
+            raise CheckpointNotFound(f"{self.directory} holds no complete checkpoint")
+        return meant[-1]
 
     def open(self, name: str, level: Level = "quick") -> Checkpoint:
         """The checkpoint of this name; `latest` is the newest complete one, independent of the symbolic link.
@@ -122,12 +95,6 @@ class CheckpointDirectory:
             if not is_directory(self.disk, self.directory / name):
                 raise CheckpointNotFound(f"{self.directory} has no checkpoint {name}")
             return open_verified(self.disk, self.directory / name, level)
-
-    def newest_first(self) -> dict[Path, float]:
-        """Directories of checkpoints, complete or not, by publication number, newest first; infinity if the manifest
-        cannot be read."""
-        numbered = {path: self._sequence(path) for path in self.candidates()}
-        return {path: numbered[path] for path in sorted(numbered, key=lambda path: numbered[path], reverse=True)}
 
     def candidates(self) -> list[Path]:
         """Directories of checkpoints, complete or not."""
@@ -154,15 +121,6 @@ class CheckpointDirectory:
         except (FileNotFoundError, NotADirectoryError):
             return False
         return True
-
-    def _sequence(self, path: Path) -> float:
-        try:
-            head = HEAD.search(self.disk.read_range(path / MANIFEST, 0, HEAD_BYTES))
-        except OSError:
-            return math.inf
-        if head is None or not is_readable(head[1].decode()):
-            return math.inf
-        return int(head[2])
 
     def _say(self, sentence: str) -> None:
         """Log an error, once per message."""

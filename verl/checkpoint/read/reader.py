@@ -32,10 +32,8 @@ from verl.checkpoint.core.manifest import (
 )
 from verl.checkpoint.core.safetensors_format import header_bytes, read_header
 from verl.errors import BadCheckpoint, CheckpointCorrupt, CheckpointIncomplete, CheckpointNotFound, FileFault
-from verl.utils.external_input import ExternalInputError, parse_mapping
 
 Level = Literal["quick", "full"]
-INDEX_LIMIT_BYTES = 256 << 20
 
 
 class CheckpointReader:
@@ -215,26 +213,8 @@ def quick_faults(disk: FileSystem, checkpoint: Checkpoint) -> tuple[list[FileFau
             others.append(checkpoint.fault(entry.path, problem))
     others += [FileFault(path, "it is foreign: the manifest does not list it") for path in sizes]
     if not missing and not others:
-        others += [*tiling_faults(checkpoint)] or [*_header_faults(disk, checkpoint), *_index_faults(disk, checkpoint)]
+        others += [*tiling_faults(checkpoint)] or [*_header_faults(disk, checkpoint)]
     return missing, others
-
-
-def _index_faults(disk: FileSystem, checkpoint: Checkpoint) -> Iterator[FileFault]:
-    """Files that an index of weights lists but the manifest does not: they would be loaded without verification."""
-    contents = checkpoint.manifest.contents
-    for entry in checkpoint.manifest.files:
-        if not entry.path.endswith(".index.json"):
-            continue
-        above = entry.path.rpartition("/")[0]
-        try:
-            weights = parse_mapping(disk.read(checkpoint.path(entry.path), INDEX_LIMIT_BYTES)).get("weight_map")
-        except ExternalInputError as error:
-            yield FileFault(entry.path, str(error))
-            continue
-        names = weights.values() if isinstance(weights, dict) else [weights]
-        unknown = {repr(name) for name in names if not isinstance(name, str) or f"{above}/{name}" not in contents}
-        for name in sorted(unknown):
-            yield FileFault(entry.path, f"it names {name[:200]}, which the manifest does not list")
 
 
 def full_faults(disk: FileSystem, checkpoint: Checkpoint) -> list[FileFault]:

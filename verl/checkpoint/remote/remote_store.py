@@ -18,7 +18,7 @@ from verl.errors import (
     CheckpointCorrupt,
     CheckpointIncomplete,
     CheckpointNotFound,
-    CheckpointUnsupported,
+    CheckpointTooNew,
     FileFault,
     ObjectDamaged,
     ObjectNotFound,
@@ -124,12 +124,12 @@ class RemoteStore:
 
         Raises:
             CheckpointNotFound: there is none.
-            CheckpointUnsupported: another version of verl saved here.
+            CheckpointTooNew: a later version of verl saved here.
         """
         for record in reversed(self.records()):
             try:
                 return self.verified(record)
-            except CheckpointUnsupported:
+            except CheckpointTooNew:
                 raise
             except BadCheckpoint as error:
                 log.error("NOT USING checkpoint %s", error)
