@@ -239,6 +239,16 @@ def test_latest_may_be_a_directory_somebody_made(store, caplog):
     assert "latest does not point to" in caplog.text
 
 
+@pytest.mark.parametrize("left", ["a link", "a file"])
+def test_what_stands_in_the_place_of_a_checkpoint_is_named_and_not_followed(left, store, tmp_path, caplog):
+    place = store.directory / "global_step_200"
+    place.rename(tmp_path / "moved")
+    place.symlink_to(tmp_path / "moved") if left == "a link" else place.write_text("")
+    assert store.newest().step == 100
+    assert f"NOT USING checkpoint {place}" in caplog.text
+    assert save(store, 200, 3).name == "global_step_200-2"
+
+
 def test_foreign_directories_and_files_are_passed_over_in_silence(store, caplog):
     (store.directory / "notes").mkdir()
     (store.directory / "notes/todo.txt").write_text("train more")

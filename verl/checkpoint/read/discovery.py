@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,6 +21,7 @@ log = logging.getLogger(__name__)
 STAGING, TRASH, PINS, LATEST = "staging", "trash", "pins", "latest"
 COLD, UPLOADED, FETCHED = "cold.json", "uploaded", "fetched"
 POLICY_RECORD = "policy.json"  # in a run's directory: step, configuration and statistics of the weights in it
+STEP = re.compile(r"global_step_\d+(-\d+)?")
 RESERVED = {STAGING, TRASH, PINS, LATEST, FORMAT, RUN_LOCK, COLD, UPLOADED, FETCHED}
 
 
@@ -106,10 +108,10 @@ class CheckpointDirectory:
         return [path for path in directories if self.is_candidate(path)]
 
     def is_candidate(self, path: Path) -> bool:
-        """Whether a directory is a checkpoint, complete or not."""
+        """Whether a directory is a checkpoint, complete or not; so is a link in its place, which is not followed."""
         try:
             if not is_directory(self.disk, path):
-                return False
+                return STEP.fullmatch(path.name) is not None and self.exists(path)
             return path.name.startswith("global_step_") or any(self.exists(path / name) for name in (COMMIT, MANIFEST))
         except OSError:
             return True  # the fault is reported when it is opened
