@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import torch
 
 from verl.checkpoint.core.checkpoint import Checkpoint
-from verl.checkpoint.read.reader import CheckpointReader
+from verl.checkpoint.manager import CheckpointManager
 from verl.checkpoint.save.save_request import SaveRequest
-from verl.checkpoint.save.snapshot import DTYPES, SavedComponent
+from verl.checkpoint.save.snapshot import SavedComponent
 
 
 def request(step: int, tensors: Mapping[str, torch.Tensor], **more) -> SaveRequest:
@@ -22,14 +22,7 @@ def request(step: int, tensors: Mapping[str, torch.Tensor], **more) -> SaveReque
 
 def tensors_of(checkpoint: Checkpoint, component: str) -> dict[str, torch.Tensor]:
     """What a checkpoint holds, every byte hashed."""
-    reader = CheckpointReader(checkpoint)
-    types = {name: dtype for dtype, name in DTYPES.items()}
-    found = {}
-    for tensor in reader.tensors(component):
-        data = bytearray(reader.tensor(component, tensor.name))
-        flat = torch.frombuffer(data, dtype=types[tensor.dtype]) if data else torch.empty(0, dtype=types[tensor.dtype])
-        found[tensor.name] = flat.view(tensor.shape)
-    return found
+    return dict(CheckpointManager(checkpoint.directory).load(component, mmap=False))
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

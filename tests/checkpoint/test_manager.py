@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pyarrow
 import pytest
 import torch
-from checkpoint.rank_tensors import RankTensor, write_tensors
 from faults.scenarios import WEIGHT, save
-from golden_run import flip_bit, golden_run
-from refusals import refusal
+from golden_run import golden_run
 
 from verl.checkpoint.commit.store import CheckpointStore
-from verl.checkpoint.core.manifest import ITEM_BYTES
 from verl.checkpoint.manager import CheckpointManager
-from verl.checkpoint.read.lazy_tensors import TORCH_TYPES, device_of
-from verl.errors import CheckpointCorrupt, CheckpointNotFound, ConfigError
+from verl.checkpoint.read.lazy_tensors import device_of
+from verl.errors import CheckpointNotFound, ConfigError
 
 
 @pytest.fixture
@@ -76,38 +72,12 @@ def test_tensors_are_those_that_were_saved_by_however_many_writers(mmap, store):
         assert torch.equal(tensor, expected)
 
 
-@pytest.mark.parametrize("mmap", [True, False])
-@pytest.mark.parametrize("dtype", ITEM_BYTES)
-def test_every_type_and_shape_loads_bit_for_bit(dtype, mmap, tmp_path):
-    store = CheckpointStore(tmp_path / "checkpoints")
-    shapes = {"matrix": (3, 5), "alone": (), "empty": (0, 4)}
-    data = {name: bytes(i % 2 for i in range(int(np.prod(s)) * ITEM_BYTES[dtype])) for name, s in shapes.items()}
-    with store.begin(1) as transaction:
-        parts = [RankTensor(component="c", name=n, dtype=dtype, shape=s, data=data[n]) for n, s in shapes.items()]
-        write_tensors(transaction.main, "c/t.safetensors", parts)
-        transaction.commit()
-    loaded = CheckpointManager(store.directory).load("c", mmap=mmap)
-    for name, tensor in loaded.items():
-        assert (tensor.dtype, tuple(tensor.shape)) == (TORCH_TYPES[dtype], shapes[name])
-        assert tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes() == data[name]
-
-
 def test_what_is_written_into_a_mapped_tensor_never_reaches_the_file(store):
     manager = CheckpointManager(store.directory)
     loaded = manager.load("actor")
     loaded["first"].mul_(0)
     assert loaded["first"].abs().sum() == 0
     assert manager.is_valid("full")
-
-
-@pytest.mark.parametrize("mmap", [True, False])
-def test_a_damaged_tensor_is_named_and_the_others_load(mmap, store):
-    manager = CheckpointManager(store.directory)
-    flip_bit(manager.directory / "actor/model-00002-of-00002.safetensors")
-    with refusal("actor/model-00002-of-00002.safetensors", kind=CheckpointCorrupt):
-        _ = manager.load("actor", mmap=mmap)["second"]
-    assert torch.equal(manager.load("actor")["first"], torch.from_numpy(WEIGHT * 2))
-    assert not torch.equal(manager.load("actor", verify=False)["second"], torch.from_numpy(WEIGHT * 2))
 
 
 def test_a_component_that_is_not_there_is_named_unless_it_may_be_absent(store):
@@ -125,15 +95,6 @@ def test_tensors_go_where_the_map_says(store):
     assert device_of("model.layers.10.weight", {"model": "cpu", "model.layers.1": "meta"}).type == "cpu"
 
 
-WRONG_MAPS = {
-    "no device": ("somewhere", "device_map is 'somewhere': it must name a device"),
-    "automatic": ("auto", "device_map is 'auto'"),
-    "a hole": ({"first": "cpu"}, "device_map has no entry for second"),
-}
-
-
-@pytest.mark.parametrize("kind", WRONG_MAPS)
-def test_a_map_without_a_place_is_refused_before_anything_is_read(kind, store):
-    given, problem = WRONG_MAPS[kind]
-    with pytest.raises(ConfigError, match=problem):
-        CheckpointManager(store.directory).load("actor", device_map=given)
+def test_a_map_without_a_place_is_refused_before_anything_is_read(store):
+    with pytest.raises(ConfigError, match="device_map has no entry for second"):
+        CheckpointManager(store.directory).load("actor", device_map={"first": "cpu"})

@@ -84,13 +84,6 @@ def test_where_files_cannot_be_linked_they_are_copied(code, tmp_path):
     assert second.manifest.file("reference_model/frozen.bin").linked_from == "global_step_100"
 
 
-def test_a_file_that_is_linked_costs_nothing(tmp_path):
-    store = CheckpointStore(tmp_path / "checkpoints")
-    first, second = save(store, 100, 1), save(store, 200, 2)
-    for file in ("reference_model/frozen.bin", "actor/tokenizer.json"):
-        assert first.path(file).stat().st_ino == second.path(file).stat().st_ino
-
-
 def test_short_writes_are_continued(tmp_path):
     assert version_of(save(CheckpointStore(tmp_path / "checkpoints", disk=ShortWritingDisk()), 100, 1)) == 1
 

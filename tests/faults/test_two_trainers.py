@@ -66,20 +66,6 @@ class Trainer:
         self.process.communicate()
 
 
-def test_the_later_of_two_processes_fences_the_earlier_one_out(tmp_path):
-    root = tmp_path / "checkpoints"
-    with Trainer(root, "early") as early, Trainer(root, "late") as late:
-        assert early.ask("save", 1) == "global_step_1"
-        assert late.ask("save", 2) == "global_step_2"
-        answer = early.ask("save", 3)
-        assert answer.startswith("CheckpointFenced")
-        assert "taken over by run late" in answer
-        assert late.ask("save", 4) == "global_step_4"
-    assert [checkpoint.name for checkpoint in CheckpointStore(root).complete()] == [
-        "global_step_1", "global_step_2", "global_step_4",
-    ]  # fmt: skip
-
-
 def test_a_save_in_progress_is_left_alone_while_its_process_lives_and_removed_after(tmp_path):
     root = tmp_path / "checkpoints"
     with Trainer(root, "early") as early:

@@ -34,7 +34,6 @@ class Checkpointing(Description):
         best_mode: whether more or less is better.
         keep_every: checkpoints whose step is a multiple of this are kept too.
         save_async: write in a separate process while training continues; false: training waits for each save.
-        when_busy: if two saves are in progress, wait for one of them, or skip the new one with a log message.
         use_safetensors: false writes the weights as `pytorch_model.bin` for tools that need it.
         max_shard_gib: size of a file of weights.
         time_limit_s: seconds that the job may run, such as a queue's limit; the run saves and ends before. null: none.
@@ -70,7 +69,6 @@ class Checkpointing(Description):
     best_mode: Literal["max", "min"] = "max"
     keep_every: PositiveInt | None = None
     save_async: bool = True
-    when_busy: Literal["wait", "skip"] = "wait"
     use_safetensors: bool = True
     max_shard_gib: PositiveFloat = 4.0
     time_limit_s: PositiveFloat | None = None

@@ -595,11 +595,9 @@ class TrainLoop:
         """Log the outcomes of saves. A failed save does not end the training, unless it was the last one of the run."""
         result, tracker = self.result, self.trainer.tracker
         for outcome in outcomes:
-            if outcome.was_skipped:
-                tracker.message(f"Step {outcome.step} was not saved: two earlier checkpoints are being written.")
-            elif isinstance(outcome.error, CheckpointFenced):  # further work of this run would be lost
+            if isinstance(outcome.error, CheckpointFenced):  # further work of this run would be lost
                 raise outcome.error
-            elif outcome.error is not None:
+            if outcome.error is not None:
                 _log.error("The checkpoint of step %d was NOT SAVED: %s", outcome.step, outcome.error)
                 tracker.message(f"The checkpoint of step {outcome.step} was not saved: {outcome.error}")
                 if is_end:

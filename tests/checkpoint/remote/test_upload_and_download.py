@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -54,17 +53,6 @@ def save(directory: Path, step: int, weight: bytes = b"", tag: str | None = None
 
 def push(objects: ObjectStore, checkpoint: Checkpoint, claim: str = ""):
     return upload(CommitLog(objects, claim), checkpoint)
-
-
-def test_threads_that_read_one_log_agree(objects: ObjectStore, tmp_path: Path) -> None:
-    for step in range(1, 5):
-        push(objects, save(tmp_path / "here", step))
-    log = CommitLog(objects)
-    with ThreadPoolExecutor(8) as threads:
-        found = [*threads.map(lambda _: [record.number for record in log.records()], range(8))]
-    push(objects, save(tmp_path / "here", 5))
-    assert found == [[1, 2, 3, 4]] * 8
-    assert [record.number for record in log.records()] == [1, 2, 3, 4, 5]
 
 
 def test_what_was_pushed_is_pulled_bit_by_bit(any_objects: ObjectStore, tmp_path: Path) -> None:

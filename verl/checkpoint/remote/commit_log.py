@@ -76,11 +76,9 @@ class CommitLog:
         last = max(numbers, default=0)
         if len(numbers - {0}) < last:
             raise ObjectDamaged(f"{self.store.url(LOG)} lacks records before {_key(last)}")
-        records = list(self._records)  # another thread may read too
         with ThreadPoolExecutor(READERS) as readers:
-            records += readers.map(self._read, range(len(records) + 1, last + 1))
-        self._records = records
-        return list(records)
+            self._records += readers.map(self._read, range(len(self._records) + 1, last + 1))
+        return list(self._records)
 
     def take_claim(self) -> None:
         """Become the owner of the tier, unless this claim is already recorded; see `append`.

@@ -62,7 +62,6 @@ class CheckpointWriter:
     Args:
         store: where checkpoints are published; the first save claims its directory.
         mode: `async` copies in a thread and writes in a process; `sync` does both in the caller's thread.
-        when_busy: while two saves are in progress, `save` waits for one of them or skips this one with a warning.
         retention: applied after every save.
         timeout_s: seconds without progress after which the writer process is treated as dead.
     """
@@ -72,11 +71,10 @@ class CheckpointWriter:
         store: CheckpointStore,
         *,
         mode: Literal["async", "sync"] = "async",
-        when_busy: Literal["wait", "skip"] = "wait",
         retention: Retention | None = None,
         timeout_s: float = WRITER_TIMEOUT_S,
     ):
-        self.store, self.mode, self.when_busy = store, mode, when_busy
+        self.store, self.mode = store, mode
         self._host_buffers = HostBufferPool(most=1 if mode == "sync" else 2)
         self._owner = os.getpid()
         self._progress, self._timeout_s = Progress(num_slots=2), timeout_s
@@ -112,13 +110,13 @@ class CheckpointWriter:
 
     def save(
         self, request: SaveRequest, transaction: SaveTransaction | None = None, began: float | None = None
-    ) -> bool:
-        """Begin a save at a step boundary. The tensors must not change before `wait_copied` has returned.
+    ) -> None:
+        """Begin a save at a step boundary; waits while two are in progress. The tensors must not change before
+        `wait_copied` has returned.
 
         Args:
             transaction: the transaction of a save that several processes write, opened by the caller and closed here.
             began: start time of the save, from `time.perf_counter`.
-        Returns: False if the save was skipped.
         Raises:
             ValueError, TypeError: the request is invalid; see `lay_out_request`.
             CheckpointWriteFailed: an earlier save, for which this one waits, makes no progress.
@@ -127,15 +125,11 @@ class CheckpointWriter:
         assert self._is_open, "this writer was closed"
         request, pieces = lay_out_request(request)
         snapshot = Snapshot(pieces, NUM_COPY_THREADS)
-        host_buffer = self._host_buffers.acquire(self._watch() if self.when_busy == "wait" else None, request.num_bytes)
-        if host_buffer is None and transaction is not None:
-            transaction.abort()
-        if host_buffer is None and self.when_busy == "wait":
-            raise self._stands_still()
+        host_buffer = self._host_buffers.acquire(self._watch(), request.num_bytes)
         if host_buffer is None:
-            log.warning("the checkpoint of step %d was skipped: earlier saves are still under way", request.step)
-            self.note(SaveOutcome(step=request.step, tag=request.tag, was_skipped=True))
-            return False
+            if transaction is not None:
+                transaction.abort()
+            raise self._stands_still()
         job = self._last = _Job(
             request=request, snapshot=snapshot, host_buffer=host_buffer, began=began, transaction=transaction
         )
@@ -150,7 +144,6 @@ class CheckpointWriter:
             finally:
                 while not self._to_write.empty() and (task := self._to_write.get()) is not None:
                     task()
-        return True
 
     def wait_copied(self) -> None:
         """Wait until the tensors of all saves are copied; call this before the next optimizer step."""
@@ -317,7 +310,7 @@ class CheckpointWriter:
             self.note(outcome)
 
     def note(self, outcome: SaveOutcome) -> None:
-        """Queue an outcome for `poll`, such as that of a save that was skipped."""
+        """Queue an outcome for `poll`, such as that of a save that could not begin."""
         with self._changed:
             self._outcomes.append(outcome)
             self._changed.notify_all()

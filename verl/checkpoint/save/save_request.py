@@ -179,10 +179,8 @@ class SaveOutcome:
     """Outcome of one call to `save`.
 
     Attributes:
-        directory: the published checkpoint; of a participant's part, the staging directory; None if the save failed or
-            was skipped.
+        directory: the published checkpoint; of a participant's part, the staging directory; None if the save failed.
         error: why the save was not published, else None.
-        was_skipped: no host buffer was free, and `when_busy` is skip.
         num_bytes: size of the files, of all participants.
         pruned: names of the checkpoints that retention removed.
         prune_error: why retention failed, although the save succeeded.
@@ -196,7 +194,6 @@ class SaveOutcome:
     tag: str | None
     directory: Path | None = None
     error: Exception | None = None
-    was_skipped: bool = False
     num_bytes: int = 0
     pruned: tuple[str, ...] = ()
     prune_error: str | None = None

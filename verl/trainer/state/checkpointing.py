@@ -160,7 +160,6 @@ class CheckpointSaver:
         self._writer = CheckpointWriter(
             store,
             mode="async" if self.settings.save_async else "sync",
-            when_busy=self.settings.when_busy,
             retention=retention,
             timeout_s=self.settings.writer_timeout_s,
         )

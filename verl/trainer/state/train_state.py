@@ -206,9 +206,6 @@ class RankWriters:
             num_bytes: that the processes will write.
         """
         began, step, tag = time.perf_counter(), request.step, request.tag
-        if writer.when_busy == "skip" and writer.num_under_way > 1:
-            writer.note(SaveOutcome(step=step, tag=tag, was_skipped=True))
-            return
         try:
             transaction, multi_writer, nonce = self._begin(writer.store, step, tag, num_bytes)
         except CheckpointError as error:
