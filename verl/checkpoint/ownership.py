@@ -163,6 +163,11 @@ class RunLock:
             _write_record(fd, replace(self.owner, epoch=known.epoch, claim=known.claim))
         return None
 
+    @property
+    def was_removed(self) -> bool:
+        """Whether its file is gone from the directory, which was removed or moved, and may have been made again."""
+        return self._fd is not None and not _names(self._path, self._fd)
+
     def release(self) -> None:
         """Release the lock, and remove what was made for it; the record stays beside checkpoints. Idempotent."""
         if self._of_this_process.get(self._key) is self:

@@ -191,7 +191,7 @@ def _instead(given: Path, real: Path) -> str:
     if not real.is_dir():
         return "is a file: give a directory of checkpoints, or one checkpoint"
     if below := directories_below(real):
-        return f"holds no checkpoints itself: did you mean {' or '.join(map(str, below[:3]))}?"
+        return f"holds no checkpoints itself; there are some in {' and '.join(map(str, below[:3]))}"
     return "holds no checkpoints: give a directory of checkpoints, one of them, or a run that saved some"
 
 

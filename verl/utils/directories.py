@@ -52,7 +52,9 @@ class TemporaryDirectory:
 def unwritable(directory: Path) -> str | None:
     """Why nothing can be written to a directory, or it cannot be made; None where it can. Leaves nothing."""
     try:
-        there = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+        there = next(path for path in (directory, *directory.absolute().parents) if os.path.lexists(path))
+        if not there.exists():
+            return f"{there} is a symbolic link to {os.readlink(there)}, which does not exist"
         if not there.is_dir():
             return f"{there} is not a directory"
         longest = os.pathconf(there, "PC_NAME_MAX")

@@ -60,7 +60,7 @@ def test_directories_of_several_runs_are_named(tmp_path):
     for name in ("first", "second"):
         golden_run(tmp_path / "checkpoints/project" / name)
     for given in (tmp_path / "checkpoints", tmp_path / "checkpoints/project"):
-        with pytest.raises(CheckpointNotFound, match=r"did you mean \S+/project/first or \S+/project/second\?"):
+        with pytest.raises(CheckpointNotFound, match=r"there are some in \S+/project/first and \S+/project/second"):
             resolve_path(given)
 
 

@@ -113,10 +113,18 @@ def test_a_later_run_of_the_process_that_is_refused_leaves_the_directory_to_the_
     first.release()
 
 
-def test_a_directory_whose_name_the_file_system_cannot_hold_is_refused_before_anything_is_made():
-    with pytest.raises(ConfigError, match="it has a name of more than 255 bytes"):
-        choose(None, settings=Checkpointing(save_dir=f"a/{300 * 'b'}"), dry=True)
-    assert not Path("a").exists()
+@pytest.mark.parametrize(
+    ("save_dir", "fault"),
+    [
+        (f"a/{300 * 'b'}", "it has a name of more than 255 bytes"),
+        ("link/b", "link is a symbolic link to nowhere, which"),
+    ],
+)
+def test_a_directory_that_cannot_be_made_is_refused_before_anything_is(save_dir, fault):
+    Path("link").symlink_to("nowhere")
+    with pytest.raises(ConfigError, match=fault):
+        choose(None, settings=Checkpointing(save_dir=save_dir), dry=True)
+    assert [path.name for path in Path().iterdir()] == ["link"]
 
 
 @pytest.mark.parametrize("left", ['{"step": 0, "eval/accuracy": 0.5}\n', '{"step": 1, "re', ""])
@@ -370,6 +378,7 @@ def test_a_directory_that_was_removed_while_training_is_made_again(is_async, mod
         course.step()
         course.settle()
         shutil.rmtree(trainer.saving.directory)
+        trainer.saving.directory.mkdir()  # as by a save that is in progress
         course.step()
         course.settle()
         with forked(lambda: None if RunLock.holder_of(trainer.saving.directory) else "another process may take it"):

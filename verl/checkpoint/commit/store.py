@@ -360,7 +360,7 @@ class CheckpointStore(CheckpointDirectory):
             except CheckpointTooNew:
                 raise
             except BadCheckpoint as error:
-                self._say(f"damaged checkpoint {error}")
+                self._say(f"NOT USING checkpoint {error}")
         newest = max(opened, key=lambda checkpoint: checkpoint.sequence, default=None)
         cold = read_upload_target(self.disk, self.directory)
         # Remembered, too: a manifest that cannot be read just now may be read again later.

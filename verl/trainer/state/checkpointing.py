@@ -277,11 +277,13 @@ class CheckpointSaver:
         if self._writer is None:
             return
         self._saved_step, self._last_save = step, time.monotonic()
-        if not self.directory.is_dir():  # what was linked to is gone, and so is the lock
+        if (lock := self._place.lock) is not None and lock.was_removed:  # and with it what files are linked to
             self._contents = TrainState(self.settings, self._config, self.uses)
             try:
-                if (lock := self._place.lock) is not None and (holder := lock.acquire()) is not None:
-                    raise CheckpointFenced(f"{self.directory} was removed, and another run saves there now ({holder})")
+                if (holder := lock.acquire()) is not None:
+                    raise CheckpointFenced(
+                        f"the lock of {self.directory} was removed, and another run saves there now ({holder})"
+                    )
             except CheckpointError as error:
                 self._writer.note(SaveOutcome(step=step, tag=facts.get("tag"), error=error))
                 return
