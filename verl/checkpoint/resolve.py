@@ -310,7 +310,7 @@ def _at_address(address: str, save_dir: Path, storage: Storage | None, dry: bool
             return ResumePoint(found, remote.state(found), f"seen at {address}")
         checkpoint, place = bring(address, save_dir, storage)
         return ResumePoint(checkpoint, read_state(FileSystem(), checkpoint), f"fetched from {address}", place)
-    except (CheckpointNotFound, StorageError) as error:
+    except (CheckpointNotFound, ConfigError, StorageError) as error:
         raise ConfigError(f"resume is {address!r}: {error}") from error
 
 

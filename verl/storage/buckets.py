@@ -149,7 +149,7 @@ class BucketBackend(Backend):
         if _MACHINE.search(text):
             if self._has_answered:  # it gave keys before
                 return TransientError(text)
-            return StorageRefused(f"{url}: no credentials: export {NEEDED[self._kind]} ({text})")
+            return StorageRefused(f"{url}: there are no credentials. Export {NEEDED[self._kind]} ({text})")
         if isinstance(error, FileNotFoundError) or status == 404:
             return ObjectNotFound(f"{url} does not exist")
         if status == 416:
@@ -192,7 +192,7 @@ def _oss(storage: Any) -> tuple[Any, str, dict[str, Any]]:
     named = {"access_key_id": "OSS_ACCESS_KEY_ID", "secret_access_key": "OSS_ACCESS_KEY_SECRET"}
     keys: Any = {name: os.environ.get(variable) for name, variable in named.items()}
     if None in keys.values():
-        raise StorageRefused(f"{storage.address}: no credentials: export {NEEDED['oss']}")
+        raise StorageRefused(f"{storage.address}: there are no credentials. Export {NEEDED['oss']}")
     keys |= {"token": os.environ.get("OSS_SECURITY_TOKEN"), "expires_at": None}
     config: dict[str, Any] = {
         "endpoint": endpoint_url,

@@ -91,15 +91,16 @@ def test_within_an_interval_of_time_the_newest_goes_once_and_what_has_a_tag_and_
     save(tmp_path / "here", 4, tag="kept")
     until(uploading, "uploaded")
     assert [record.step for record in near.connect().records()] == [1, 4]
-    save(tmp_path / "here", 5)
-    for recorded in (tmp_path / "here/uploaded").iterdir():  # an hour later
-        os.utime(recorded, (time.time() - 3600, time.time() - 3600))
-    until(uploading, "uploaded")
-    assert [record.step for record in near.connect().records()] == [1, 4, 5]
-    for step in (6, 7):
+    for step, later_s in ((5, -3600), (6, 3600)):  # an hour later, and after the clock was set back by an hour
+        save(tmp_path / "here", step)
+        for recorded in (tmp_path / "here/uploaded").iterdir():
+            os.utime(recorded, (time.time() + later_s, time.time() + later_s))
+        until(uploading, "uploaded")
+    assert [record.step for record in near.connect().records()] == [1, 4, 5, 6]
+    for step in (7, 8):
         save(tmp_path / "here", step)
     uploading.close(wait_s=60)
-    assert [record.step for record in near.connect().records()] == [1, 4, 5, 7]
+    assert [record.step for record in near.connect().records()] == [1, 4, 5, 6, 8]
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -134,6 +135,16 @@ def test_a_failed_save_is_told_by_the_next_poll_and_the_following_one_works(tens
         writer.save(request(2, {"weight": torch.ones(2)}))
         writer.drain()
     assert [checkpoint.step for checkpoint in store.complete()] == [2]
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_a_save_for_which_there_is_no_memory_is_told_in_words(mode, store, monkeypatch):
+    monkeypatch.setattr(os, "posix_fallocate", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+    with CheckpointWriter(store, mode=mode) as writer:
+        with contextlib.suppress(CheckpointWriteFailed):  # of the call itself, without a thread
+            writer.save(request(1, {"weight": torch.ones(3)}))
+        with pytest.raises(CheckpointWriteFailed, match="no main memory for a copy of .* MiB"):
+            writer.drain()
 
 
 def freed() -> torch.Tensor:

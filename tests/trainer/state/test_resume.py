@@ -165,8 +165,8 @@ def test_a_run_that_was_moved_with_its_checkpoints_is_found_where_it_lies_now_an
     assert "saved in /was/once/checkpoints" in str(refused.value)
 
 
-@pytest.mark.parametrize("given", ["", " "])
-def test_an_empty_resume_is_refused_and_looks_nowhere(given, whole, monkeypatch, tmp_path):
+@pytest.mark.parametrize("given", ["", " ", "s3://", "http://x/y"])
+def test_a_resume_that_names_nothing_is_refused_and_looks_nowhere(given, whole, monkeypatch, tmp_path):
     monkeypatch.chdir(whole / "checkpoints")
     with refusal("resume"):
         resolve(given, tmp_path)

@@ -123,7 +123,7 @@ class UploadWorker:
         if not self._cold.upload_interval_s:
             return True
         last = last_upload(self._directory.disk, self._directory.directory)
-        return last is None or time.time() - last >= self._cold.upload_interval_s
+        return last is None or not 0 <= time.time() - last < self._cold.upload_interval_s  # the clock may be set back
 
     def go(self, with_newest: bool = False) -> None:
         """Upload all that is waiting.

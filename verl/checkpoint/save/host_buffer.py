@@ -52,7 +52,7 @@ class HostBuffer:
         """Allocate at least `num_bytes` bytes; the content is lost if the buffer has to grow.
 
         Raises:
-            OSError: not enough memory.
+            CheckpointWriteFailed: not enough memory.
         """
         if self.memory is None or self.num_bytes < num_bytes:
             self.release()
@@ -62,9 +62,10 @@ class HostBuffer:
                 os.ftruncate(self.fd, size)
                 os.posix_fallocate(self.fd, 0, size)
                 self.memory = map_shared(self.fd, size)
-            except BaseException:
+            except OSError as error:
                 self.release()
-                raise
+                what = f"there is no main memory for a copy of {size / 2**20:.1f} MiB"
+                raise CheckpointWriteFailed(f"{what} ({error.strerror}); nothing was written") from error
             self.number, self.num_bytes = next(_numbers), size
         return self.memory
 
