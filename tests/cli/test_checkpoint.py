@@ -306,11 +306,12 @@ def test_nothing_is_written_into_a_checkpoint_or_among_the_files_of_a_store(out,
     assert run("verify", directory / "global_step_200", "--full")[0] == 0
 
 
-def test_no_directory_of_checkpoints_is_made_inside_a_checkpoint(directory):
+@pytest.mark.parametrize("inside", ["checkpoints", "."])
+def test_no_directory_of_checkpoints_is_made_inside_a_checkpoint(inside, directory):
     with pytest.raises(ConfigError, match="it is inside the checkpoint .*global_step_200, which is never changed"):
-        CheckpointStore(directory / "global_step_200/checkpoints").claim_directory()
+        CheckpointStore(directory / "global_step_200" / inside).claim_directory()
     with refusal("checkpoint.save_dir"):
-        RunLock(directory / "global_step_200/checkpoints", Owner.here("run")).acquire()
+        RunLock(directory / "global_step_200" / inside, Owner.here("run")).acquire()
     assert run("verify", directory / "global_step_200")[0] == 0
 
 

@@ -110,6 +110,21 @@ def test_the_newest_whole_one_is_taken(objects: ObjectStore, tmp_path: Path, cap
         RemoteStore(LocalStorage(path=str(tmp_path / "nothing")).connect()).newest()
 
 
+def test_a_record_of_the_log_that_is_damaged_costs_its_checkpoint_alone(objects, tmp_path, caplog) -> None:
+    one = CommitLog(objects, "one")
+    one.take_claim()
+    for step in (1, 2):
+        record, _ = upload(one, save(tmp_path / "here", step))
+    objects.put(f"log/{record.number:012d}.json", b"{")
+    assert RemoteStore(objects).newest().step == 1
+    assert "NOT USING" in caplog.text
+    with pytest.raises(CheckpointFenced, match="a record that is damaged"):  # it may have been a claim
+        push(objects, save(tmp_path / "here", 3), "one")
+    CommitLog(objects, "two").take_claim()
+    push(objects, save(tmp_path / "here", 3), "two")
+    assert RemoteStore(objects).newest().step == 3
+
+
 def test_the_later_of_two_trainers_fences_the_earlier_one_out(any_objects: ObjectStore, tmp_path: Path) -> None:
     one, two = CommitLog(any_objects, "one"), CommitLog(any_objects, "two")
     one.take_claim()

@@ -135,21 +135,21 @@ OWN_DIRECTORIES = (STAGING, TRASH, PINS, UPLOADED)
 
 
 def refuse_inside(path: Path, what: str) -> None:
-    """Refuse an output path inside a checkpoint or among a store's own files.
+    """Refuse an output path that is or is inside a checkpoint, or is among a store's own files.
 
     Args:
         path: the output path; symbolic links are followed.
         what: name of the argument, for the message, such as `OUT`.
     Raises:
-        ConfigError: the path is inside one.
+        ConfigError: the path is or is inside one.
     """
     real = Path(os.path.realpath(path))
-    for inner, outer in zip((real, *real.parents), real.parents):
-        named = outer.name.startswith("global_step_") and ((outer / COMMIT).exists() or (outer / MANIFEST).exists())
-        if named or ((outer / COMMIT).is_file() and (outer / MANIFEST).is_file()):
-            reason = f"it is inside the checkpoint {outer}, which is never changed"
-        elif inner.name in OWN_DIRECTORIES and (outer / FORMAT).is_file():
-            reason = f"{inner} is the store's own, which it cleans"
+    for place in (real, *real.parents):
+        named = place.name.startswith("global_step_") and ((place / COMMIT).exists() or (place / MANIFEST).exists())
+        if named or ((place / COMMIT).is_file() and (place / MANIFEST).is_file()):
+            reason = f"it is inside the checkpoint {place}, which is never changed"
+        elif place.name in OWN_DIRECTORIES and (place.parent / FORMAT).is_file():
+            reason = f"{place} is the store's own, which it cleans"
         else:
             continue
         raise ConfigError(f"{what} is {str(path)!r}: {reason}. Give a directory elsewhere.")

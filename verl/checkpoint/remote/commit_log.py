@@ -8,6 +8,7 @@ record that would have published its checkpoint.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import socket
@@ -23,6 +24,8 @@ from verl.errors import CheckpointFenced, ConfigError, ObjectDamaged
 from verl.storage.store import ObjectStore
 from verl.utils.external_input import ByteCount, ExternalInputError, checked_as, checked_name, parse_mapping
 
+log = logging.getLogger(__name__)
+
 LOG = "log/"
 DIGITS = 12
 KEY = re.compile(rf"{LOG}(\d{{{DIGITS}}})\.json")
@@ -35,14 +38,14 @@ class LogRecord:
     """One line of the log.
 
     Args:
-        kind: a trainer's claim on the tier, or a checkpoint.
+        kind: a trainer's claim on the tier, or a checkpoint; or the record is damaged, and may have been either.
         claim: of the trainer that wrote it; empty for a manual push.
         by: the writer, for information.
         manifest: digest of the checkpoint's manifest, of `manifest_bytes`.
     """
 
     number: int
-    kind: Literal["claim", "checkpoint"]
+    kind: Literal["claim", "checkpoint", "damaged"]
     claim: str = ""
     by: str = ""
     at: str = ""
@@ -65,11 +68,11 @@ class CommitLog:
         self._records: list[LogRecord] = []  # from number 1 on, as far as they were read
 
     def records(self) -> list[LogRecord]:
-        """All records in order. Requests new ones from the store.
+        """All records in order, damaged ones among them. Requests new ones from the store.
 
         Raises:
             StorageError: the store does not answer.
-            ObjectDamaged: a record cannot be read.
+            ObjectDamaged: a record is missing.
         """
         listed = [stored.key for stored in self.store.list(LOG)]
         numbers = {int(match[1]) for key in listed if (match := KEY.fullmatch(key))}  # other objects are not records
@@ -120,7 +123,7 @@ class CommitLog:
             self._records.append(self._read(number))  # of another writer
 
     def _refuse_if_fenced(self) -> None:
-        record = next((record for record in reversed(self._records) if record.kind == "claim"), None)
+        record = next((record for record in reversed(self._records) if record.kind != "checkpoint"), None)
         if self.claim and record is not None and record.claim != self.claim:
             raise CheckpointFenced(
                 f"{self.store.address} was taken over by {record.by} at {record.at}; this run no longer uploads "
@@ -136,8 +139,9 @@ class CommitLog:
                 if not record.manifest:
                     raise ExternalInputError("manifest: there is no digest")
             return record
-        except ExternalInputError as error:
-            raise ObjectDamaged(f"{self.store.url(_key(number))} is not a record of a log: {error}") from error
+        except (ExternalInputError, ObjectDamaged) as error:
+            log.error("NOT USING %s, which is not a record of a log: %s", self.store.url(_key(number)), error)
+            return LogRecord(number=number, kind="damaged", by="a record that is damaged", at="an unknown time")
 
 
 def _line(record: LogRecord) -> bytes:
