@@ -197,7 +197,7 @@ def test_health_is_for_probes(directory, tmp_path):
     assert (status, told.startswith("ready: global_step_200"), "passed over global_step_300" in told) == (0, True, True)
     for step in (100, 200):
         (directory / f"global_step_{step}/COMMIT").unlink()
-    all_three = "global_step_300, global_step_200, global_step_100"
+    all_three = "global_step_100, global_step_200, global_step_300"
     assert run("health", directory)[:2] == (1, f"not ready: no complete checkpoint in {directory} (bad: {all_three})\n")
     assert run("health", tmp_path / "nowhere")[0] == 2
 
