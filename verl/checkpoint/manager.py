@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from verl.checkpoint.core.checkpoint import Checkpoint, loss_points, read_state
 from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.core.manifest import FileEntry
-from verl.checkpoint.read.discovery import LATEST, CheckpointDirectory
+from verl.checkpoint.read.discovery import CheckpointDirectory
 from verl.checkpoint.read.reader import CheckpointReader, Level
 from verl.checkpoint.resolve import resolve_path
 from verl.errors import BadCheckpoint, CheckpointNotFound, ConfigError
@@ -126,13 +126,6 @@ class CheckpointManager:
             return [self]
         complete = CheckpointDirectory(where.directory).complete()
         return [CheckpointManager(checkpoint.directory) for checkpoint in filter(where.covers, complete)]
-
-    def latest(self) -> CheckpointManager:
-        """The newest complete checkpoint, by a new search; for the path of one checkpoint, that one."""
-        where = resolve_path(self.path)
-        if where.name not in (None, LATEST):
-            return self
-        return CheckpointManager(where.open().directory)
 
     # -- content ------------------------------------------------------------------------------------------------------
 

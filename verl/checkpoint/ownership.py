@@ -166,7 +166,9 @@ class RunLock:
     @property
     def was_removed(self) -> bool:
         """Whether its file is gone from the directory, which was removed or moved, and may have been made again."""
-        return self._fd is not None and not _names(self._path, self._fd)
+        with contextlib.suppress(OSError):  # which the next save meets too
+            return self._fd is not None and not _names(self._path, self._fd)
+        return False
 
     def release(self) -> None:
         """Release the lock, and remove what was made for it; the record stays beside checkpoints. Idempotent."""

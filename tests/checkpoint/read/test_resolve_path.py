@@ -104,7 +104,7 @@ def test_the_directory_of_a_run_means_the_newest_of_that_run_in_every_use(run, s
     manager = CheckpointManager(tmp_path / "run")
     assert [checkpoint.step for checkpoint in manager.list()] == steps
     if steps:
-        assert manager.step == manager.latest().step == resolve(str(tmp_path / "run"), tmp_path).step == steps[-1]
+        assert manager.step == resolve(str(tmp_path / "run"), tmp_path).step == steps[-1]
     else:
         assert not manager.is_valid()
         with refusal("resume"):
