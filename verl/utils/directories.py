@@ -53,10 +53,8 @@ def unwritable(directory: Path) -> str | None:
     """Why nothing can be written to a directory, or it cannot be made; None where it can. Leaves nothing."""
     try:
         there = next(path for path in (directory, *directory.absolute().parents) if os.path.lexists(path))
-        if not there.exists():
-            return f"{there} is a symbolic link to {os.readlink(there)}, which does not exist"
         if not there.is_dir():
-            return f"{there} is not a directory"
+            return f"{there} is {'a symbolic link to no directory' if there.is_symlink() else 'not a directory'}"
         longest = os.pathconf(there, "PC_NAME_MAX")
         if 0 < longest < max(len(os.fsencode(name)) for name in directory.absolute().parts):  # FUSE may not know it
             return f"it has a name of more than {longest} bytes"
