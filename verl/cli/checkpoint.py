@@ -182,10 +182,15 @@ def health(
     """
     limit_s = None if max_age is None else parse_duration(max_age, "--max-age")
     where = resolve_path(path)
-    good, bad = CheckpointDirectory(where.directory).survey()
-    if where.name not in (None, LATEST):
-        good = [checkpoint for checkpoint in good if checkpoint.name == where.name]
-        bad = [error for error in bad if error.directory.name == where.name]
+    directory = CheckpointDirectory(where.directory)
+    good, bad = [], []
+    if where.name in (None, LATEST):
+        good, bad = directory.survey()
+    else:
+        try:
+            good = [directory.open(where.name)]
+        except BadCheckpoint as error:
+            bad = [error]
     for error in bad:
         if isinstance(error, CheckpointTooNew):
             _not_ready(f"{error.directory.name} was saved by a later version of verl")
