@@ -15,14 +15,14 @@ from verl.checkpoint.describe import CheckpointSummary, age_s, components, statu
 from verl.checkpoint.export import atomic_directory, require_unused
 from verl.checkpoint.export import export as export_component
 from verl.checkpoint.manager import CheckpointManager
-from verl.checkpoint.read.discovery import LATEST, CheckpointDirectory
+from verl.checkpoint.read.discovery import LATEST
 from verl.checkpoint.read.reader import Level
 from verl.checkpoint.remote.commit_log import CommitLog
 from verl.checkpoint.remote.transfer import find_at, upload
 from verl.checkpoint.remote.transfer import pull as pull_one
 from verl.checkpoint.resolve import directories_below, resolve_path
 from verl.cli.console import FOUND, counted, duration, echo, parse_duration, print_json, size
-from verl.errors import BadCheckpoint, CheckpointNotFound, CheckpointTooNew, ConfigError
+from verl.errors import BadCheckpoint, CheckpointNotFound, ConfigError
 from verl.storage.config import is_address, storage_at
 from verl.tracking.base import headline
 from verl.tracking.console import print_table
@@ -181,21 +181,13 @@ def health(
     The exit status is 0 if there is one, 1 if there is none or it is too old, 2 if it cannot be determined.
     """
     limit_s = None if max_age is None else parse_duration(max_age, "--max-age")
-    where = resolve_path(path)
-    directory = CheckpointDirectory(where.directory)
-    good, bad = [], []
-    if where.name in (None, LATEST):
-        good, bad = directory.survey()
-    else:
-        try:
-            good = [directory.open(where.name)]
-        except BadCheckpoint as error:
-            bad = [error]
-    for error in bad:
-        if isinstance(error, CheckpointTooNew):
-            _not_ready(f"{error.directory.name} was saved by a later version of verl")
-    names = ", ".join(error.directory.name for error in bad)
-    if not (meant := [checkpoint for checkpoint in good if where.covers(checkpoint)]):
+    where, found = resolve_path(path), _summaries(path)
+    for summary in found:
+        if summary.status == "too new":
+            _not_ready(f"{summary.name} was saved by a later version of verl")
+    names = ", ".join(summary.name for summary in found if summary.status != "complete")
+    whole = (summary.checkpoint for summary in found if summary.status == "complete")
+    if not (meant := [checkpoint for checkpoint in whole if checkpoint is not None and where.covers(checkpoint)]):
         _not_ready(f"no complete checkpoint in {path}" + (f" (bad: {names})" if names else ""))
     newest = meant[-1]
     age = age_s(newest)
