@@ -491,6 +491,7 @@ def test_values_of_a_step_are_checked_before_it(name, value, path, model64):
 @pytest.mark.parametrize(
     ("options", "path"),
     [
+        ({"num_samples": 0}, "num_samples"),
         ({"max_new_tokens": 0}, "max_new_tokens"),
         ({"temperature": -1.0}, "temperature"),
         ({"top_p": 0.0}, "top_p"),
@@ -506,8 +507,9 @@ def test_options_of_sampling_are_checked(options, path, model64):
 
 def test_a_prompt_without_room_for_a_response_is_refused(model64):
     one = session(model64)
-    with refusal("prompt"):
-        one.sample([[5] * one.base.longest])
+    for prompts in ([[5] * one.base.longest], [5, 6]):  # the second is one prompt, not several
+        with refusal("prompt"):
+            one.sample(prompts)
     (short,) = one.sample([[5] * (one.base.longest - 2)], max_new_tokens=9, stop=[])
     assert len(short[0].tokens) == 2
 

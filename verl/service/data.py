@@ -115,8 +115,7 @@ def loss_rows(data: Sequence[Datum], loss: Loss, settings: Settings, vocabulary:
     rows = [_checked(datum, f"data[{index}]", loss, vocabulary, longest) for index, datum in enumerate(data)]
     shapes = {row[TARGETS].shape[1:] for _, row in rows}
     if len(shapes) > 1:
-        shown = " and ".join(sorted(str(["N", *shape]).replace("'", "") for shape in shapes))
-        raise ConfigError(f"data have target_tokens of the shapes {shown}: expected as many targets a token in each.")
+        raise ConfigError("data have several numbers of target_tokens for a token: expected the same in each datum.")
     lengths = torch.tensor([len(tokens) for tokens, _ in rows])
     width, shape = int(lengths.max()), [*shapes.pop()]
     if (entries := len(rows) * width * (shape or [1])[0]) > MAX_ENTRIES:
@@ -192,7 +191,7 @@ def checked_tokens(tokens: Sequence[int], name: str, vocabulary: int, longest: i
         ConfigError: there are none, too many, or ids outside of the vocabulary.
     """
     ids = _tensor(tokens, name)
-    if not len(ids) or ids.dim() != 1 or ids.is_floating_point():
+    if ids.dim() != 1 or not len(ids) or ids.is_floating_point():
         raise ConfigError(f"{name} is no list of token ids, or an empty one: give at least one.")
     if longest is not None and len(ids) > longest:
         raise ConfigError(f"{name} has {len(ids)} tokens: the model reads at most {longest}.")
@@ -203,6 +202,6 @@ def checked_tokens(tokens: Sequence[int], name: str, vocabulary: int, longest: i
 
 def _tensor(value: Any, name: str) -> Tensor:
     try:
-        return torch.from_numpy(np.atleast_1d(np.array(value)))
+        return torch.from_numpy(np.array(value))
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(f"{name} is no tensor of numbers ({error}).") from error

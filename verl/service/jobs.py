@@ -96,11 +96,9 @@ class Jobs:
         """Queue work, and return its id. What was queued before is not queued again: clients repeat a request to which
         they got no answer.
 
-        Args:
-            content: of the request, a digest or a tuple.
         Raises:
             Busy: too many requests wait.
-            ConfigError: another request has this id.
+            ConfigError: a request of other content has this id.
         """
         with self._lock:
             if (known := self._jobs.get(job_id)) is not None:

@@ -211,6 +211,8 @@ class TrainingSession:
             For each prompt its samples.
         """
         chosen = SamplingOptions(**options)
+        if num_samples < 1:
+            raise ConfigError(f"num_samples is {num_samples}: expected at least 1.")
         with self.base.lock, self.base.sampling_from(self.name) as engine:
             self._samplings += 1
             noise = (self.seed, "call", self._samplings) if seed is None else (seed,)
