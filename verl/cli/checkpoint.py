@@ -130,7 +130,8 @@ def inspect(
     component: Annotated[str | None, typer.Option(help="Only the tensors of this part.")] = None,
 ) -> None:
     """Print as JSON what a checkpoint holds: sizes by component, tensors, and what the trainer recorded."""
-    listed = _summaries(path, one=True)
+    if not (listed := _summaries(path, one=True)):
+        raise CheckpointNotFound(f"{path} holds no checkpoint")
     summary = next((candidate for candidate in reversed(listed) if candidate.status == "complete"), listed[-1])
     report = summary.to_json()
     if summary.checkpoint is not None:
