@@ -137,8 +137,8 @@ def test_a_cpu_takes_lengths_as_they_come_and_other_devices_multiples():
     assert key_multiple(torch.device("cuda:0")) == KEY_MULTIPLE == 64
 
 
-def _cut(multiple, batch, budget, paths, context, _):
-    return cut_into_micro_batches(batch, budget, paths, context, multiple)
+def _cut(multiple, batch, budget, paths, context, _, images):
+    return cut_into_micro_batches(batch, budget, paths, context, multiple, images)
 
 
 @pytest.mark.parametrize(("asked", "stays"), [(None, False), ("1", True)])

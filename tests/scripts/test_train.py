@@ -32,6 +32,8 @@ VALUES = {
     "reward_function": "rule.py:score",
     "fsdp_sharding_strategy": "NO_SHARD",
     "num_nodes": "1",
+    "prompts_per_step": "8",
+    "save_best": "eval/accuracy",
 }
 GIVEN = train.FLAGS
 

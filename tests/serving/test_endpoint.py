@@ -235,7 +235,7 @@ POST = b"POST /v1/chat/completions HTTP/1.1\r\n"
     [
         (POST + "Content-Length: ²\r\n\r\n".encode("latin-1"), 400), (POST + b"Content-Length: -5\r\n\r\n", 400),
         (POST + b"Content-Length: 1e3\r\n\r\n", 400), (POST + b"Content-Length: " + b"9" * 5000 + b"\r\n\r\n", 413),
-        (POST + b"\r\n", 411),
+        (POST + b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{}", 400), (POST + b"\r\n", 411),
         (POST + b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n", 411),
         (POST + b"Content-Length: 200\r\n\r\n{}", 400), (POST + b"Content-Length: 20000000\r\n\r\n" + b"1" * 9**7, 413),
         (POST + b"".join(b"X-%d: 1\r\n" % n for n in range(200)) + b"\r\n", 431), (b"GET /" + b"x" * 70_000, 414),

@@ -61,7 +61,7 @@ class NonFiniteGuard:
 
     @contextmanager
     def reward_errors(self, rows: DataProto) -> Iterator[None]:
-        """Around a reward: what is not finite stops the run or skips the step.
+        """Around a reward: what is not finite stops the run or skips the step. `inspect` of the rows begins a new count.
 
         Raises:
             NonFiniteRewardError: the reward's own, with the place of the batch.
@@ -76,7 +76,6 @@ class NonFiniteGuard:
             if self._skips("reward", f"{len(error.rows) or 'some'} rewards are not finite", dump):
                 raise StepSkipped from error
             raise NonFiniteRewardError(f"{error}{_at(dump)}", error.rows) from error
-        self._in_a_row["reward"] = 0
 
     def inspect(self, batch: DataProto, what: str) -> None:
         """Check the numbers that training reads, before it reads them.

@@ -121,6 +121,8 @@ class _Handler(BaseHTTPRequestHandler):
         self._respond(self._post)
 
     def _get(self) -> dict[str, Any]:
+        if self.headers.get("Content-Length", "0") != "0" or "Transfer-Encoding" in self.headers:
+            self.close_connection = self.is_unread = True  # a body would be taken for the next request
         path, _ = self._route()
         model = {"id": self.server.model, "object": "model", "created": 0, "owned_by": "verl"}
         if path == "/health":
@@ -163,13 +165,14 @@ class _Handler(BaseHTTPRequestHandler):
         """
         is_last, self.close_connection = self.close_connection, True  # until it is read
         self.is_unread = True
-        length = self.headers.get("Content-Length", "").strip()
+        lengths = self.headers.get_all("Content-Length") or []
         most = BODY_BYTES + BODY_BYTES_PER_TOKEN * self.server.endpoint.row_tokens  # more cannot fit a conversation
         most += 0 if self.server.endpoint.images_fault else IMAGE_BYTES
-        if "Transfer-Encoding" in self.headers or not length:
+        if "Transfer-Encoding" in self.headers or not lengths:
             raise Refused(411, "the body needs a Content-Length; chunks are not supported")
-        if not (length.isascii() and length.isdigit()):
-            raise Refused(400, f"Content-Length is {length[:80]!r}: expected a number of bytes")
+        length = lengths[0].strip()
+        if len({*lengths}) > 1 or not (length.isascii() and length.isdigit()):
+            raise Refused(400, f"Content-Length is {', '.join(lengths)[:80]!r}: expected one number of bytes")
         if len(length) > len(str(most)) or int(length) > most:
             with contextlib.suppress(Refused):
                 if (session := self._route()[1]) is not None:
