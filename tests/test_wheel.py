@@ -162,7 +162,7 @@ def test_every_other_command_works_without_the_checkout(commands):
     run(commands, "verl", "eval", "ppo")
     run(commands, "verl", "generate", "ppo", "--prompt", "1+2=")
     run(commands, "verl", "lineage")
-    run(commands, "verl", "checkpoint", "verify", "checkpoints/verl/ppo_actor")
+    run(commands, "verl", "checkpoint", "verify", "checkpoints/verl/ppo_sft")
     assert "OK: " in run(
         commands, "verl", "resume-check", *(word for word in TINY if word[:5] not in ("debug", "track"))
     )
