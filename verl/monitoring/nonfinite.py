@@ -61,7 +61,7 @@ class NonFiniteGuard:
 
     @contextmanager
     def reward_errors(self, rows: DataProto) -> Iterator[None]:
-        """Around a reward: what is not finite stops the run or skips the step. `inspect` of the rows begins a new count.
+        """Around a reward: what is not finite stops the run or skips the step. `inspect` ends a row of skips.
 
         Raises:
             NonFiniteRewardError: the reward's own, with the place of the batch.
