@@ -6,12 +6,13 @@ import pyarrow
 import pytest
 import torch
 from faults.scenarios import WEIGHT, save
-from golden_run import golden_run
+from golden_run import flip_bit, golden_run
+from refusals import refusal
 
 from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.manager import CheckpointManager
 from verl.checkpoint.read.lazy_tensors import device_of
-from verl.errors import CheckpointNotFound, ConfigError
+from verl.errors import CheckpointCorrupt, CheckpointNotFound, ConfigError
 
 
 @pytest.fixture
@@ -94,6 +95,25 @@ def test_tensors_go_where_the_map_says(store):
     assert device_of("model.layers.10.weight", {"model": "cpu", "model.layers.1": "meta"}).type == "cpu"
 
 
-def test_a_map_without_a_place_is_refused_before_anything_is_read(store):
-    with pytest.raises(ConfigError, match="device_map has no entry for second"):
-        CheckpointManager(store.directory).load("actor", device_map={"first": "cpu"})
+@pytest.mark.parametrize("mmap", [True, False])
+def test_a_damaged_tensor_is_named_and_the_others_load(mmap, store):
+    manager = CheckpointManager(store.directory)
+    flip_bit(manager.directory / "actor/model-00002-of-00002.safetensors")
+    with refusal("actor/model-00002-of-00002.safetensors", kind=CheckpointCorrupt):
+        _ = manager.load("actor", mmap=mmap)["second"]
+    assert torch.equal(manager.load("actor")["first"], torch.from_numpy(WEIGHT * 2))
+    assert not torch.equal(manager.load("actor", verify=False)["second"], torch.from_numpy(WEIGHT * 2))
+
+
+WRONG_MAPS = {
+    "no device": ("somewhere", "device_map is 'somewhere': it must name a device"),
+    "automatic": ("auto", "device_map is 'auto'"),
+    "a hole": ({"first": "cpu"}, "device_map has no entry for second"),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG_MAPS)
+def test_a_map_without_a_place_is_refused_before_anything_is_read(kind, store):
+    given, problem = WRONG_MAPS[kind]
+    with pytest.raises(ConfigError, match=problem):
+        CheckpointManager(store.directory).load("actor", device_map=given)

@@ -47,6 +47,9 @@ def test_the_command_serves_the_sdk_until_ctrl_c(dir32, tmp_path):
     [
         (["--host", "0.0.0.0"], "--host is 0.0.0.0", ""),
         (["--port", "USED"], "--port is", ""),
+        (["port=USED"], "--port is", ""),
+        (["port=x"], "port is 'x'", ""),
+        (["port=99999"], "port is 99999", ""),
         (["--port", "0"], "VERL_SERVICE_KEY does not begin with tml-", "secret"),
         (["rollout=server", "rollout.endpoint.base_url=http://127.0.0.1:1"], "rollout is ServerRollout", ""),
         (["actor.model.pth=x"], "actor.model.pth", ""),

@@ -45,13 +45,22 @@ def serve_training(
     one base model. With the environment variable VERL_SERVICE_KEY=tml-KEY clients must give this key.
     """
     with faults_reported():
+        words = [word for word in overrides or [] if not word.startswith(("port=", "host="))]
+        given = dict(word.split("=", 1) for word in overrides or [] if word not in words)
+        host = given.get("host", host)
+        try:
+            port = int(given.get("port", port))
+        except ValueError:
+            raise ConfigError(f"port is {given['port']!r}: expected a number.") from None
+        if not 0 <= port <= 65535:
+            raise ConfigError(f"port is {port}: expected 0 to 65535.")
         if missing := [x for x in ("tinker", "fastapi", "uvicorn") if importlib.util.find_spec(x) is None]:
             hint = f"Run: {install_command('tinker')}, or use TrainingSession in Python."
             raise ConfigError(f"serve-training needs what is not installed: {', '.join(missing)}. {hint}")
         from verl.compose.from_yaml import compose_over_default
         from verl.compose.validate import validate
 
-        composed = compose_over_default({}, ["tracker=none", "checkpoint=off", "algorithm=grpo", *(overrides or [])])
+        composed = compose_over_default({}, ["tracker=none", "checkpoint=off", "algorithm=grpo", *words])
         run = validate(composed.config, composed.faults)
         if type(run.rollout).__name__ not in SAMPLERS:
             raise ConfigError(f"rollout is {type(run.rollout).__name__}: the service samples with hf, vllm or auto.")

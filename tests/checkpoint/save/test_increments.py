@@ -11,10 +11,12 @@ import pytest
 import torch
 from checkpoint.requests import request, same_bits, tensors_of
 from faults.disks import RefusingDisk
+from golden_run import flip_bit
 
 from verl.checkpoint.commit.store import OWN_BYTES, CheckpointStore
 from verl.checkpoint.core.checkpoint import Checkpoint
 from verl.checkpoint.core.filesystem import FileSystem, FreeSpace
+from verl.checkpoint.read.reader import open_verified
 from verl.checkpoint.retention import Retention, prune
 from verl.checkpoint.save.async_writer import CheckpointWriter
 from verl.checkpoint.save.save_request import ExistingFile, SaveRequest
@@ -92,6 +94,18 @@ def test_a_base_that_is_gone_costs_a_whole_save_and_is_told(tmp_path, caplog):
     (checkpoint,) = save(tmp_path, {1: 1}, tmp_path / "nowhere")
     assert_holds(checkpoint, 1)
     assert "checkpoint.incremental_base cannot be used" in caplog.text
+
+
+def test_a_damaged_file_serves_no_further_save(tmp_path, caplog):
+    (first,) = save(tmp_path, {1: 1})
+    flip_bit(first.path(WEIGHTS), 5000)
+    with CheckpointWriter(store := CheckpointStore(tmp_path), mode="sync") as writer:
+        writer.save(request(2, trained(weights(), 1), increment=True))
+        writer.drain()
+    assert f"{WEIGHTS} of {first.directory} is damaged, and is written anew" in caplog.text
+    newest = store.newest()
+    open_verified(FileSystem(), newest.directory, "full")
+    assert_holds(newest, 1)
 
 
 class SmallDisk(FileSystem):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -136,15 +137,23 @@ def device_of(name: str, device_map: DeviceMap) -> torch.device:
     device(type='meta')
 
     Raises:
-        ConfigError: the mapping does not cover this tensor.
-        RuntimeError: torch has no such device.
+        ConfigError: the mapping does not cover this tensor, or the device is invalid.
     """
     if not isinstance(device_map, Mapping):
-        return torch.device("cpu" if device_map is None else device_map)
+        return _device("cpu" if device_map is None else device_map)
     fitting = [prefix for prefix in device_map if prefix in ("", name) or name.startswith(f"{prefix}.")]
     if not fitting:
         raise ConfigError(f'device_map has no entry for {name}. Add a prefix of it, or "" for all others.')
-    return torch.device(device_map[max(fitting, key=len)])
+    return _device(device_map[max(fitting, key=len)])
+
+
+def _device(device: Any) -> torch.device:
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(
+            f"device_map is {device!r}: it must name a device, such as cpu or cuda:0, or map prefixes of names to some."
+        ) from error
 
 
 def as_tensor(data: memoryview, tensor: LogicalTensor) -> Tensor:
