@@ -32,7 +32,9 @@ from verl.rollout.proof import fingerprints
 from verl.rollout.weight_sync.state_dict import weights_of
 from verl.rollout.weight_sync.stream import StreamWriter, plan_chunks
 from verl.rollout.weight_sync.transfer import RankTransfer, WeightTransfer
+from verl.workers import base
 from verl.workers.actor import ActorWorker
+from verl.workers.base import load_unsharded
 
 PROMPTS, SAMPLES, PROMPT, NEW = 4, 4, 9, 6
 FEW = (2, 3)  # layers that are counted; the numbers of more follow
@@ -128,6 +130,13 @@ class NormKernels:
         return self.norm.apply(x, weight, epsilon)
 
 
+@pytest.fixture(autouse=True)
+def fused(monkeypatch):
+    """Norms are fused as a model is loaded, as on a GPU: before its execution paths are looked up."""
+    load = lambda *given, **of: fuse_rms_norms(model := load_unsharded(*given, **of)) and model  # noqa: E731
+    monkeypatch.setattr(base, "load_unsharded", load)
+
+
 @pytest.mark.parametrize("name", SHAPES)
 def test_an_update_starts_few_kernels(name, tmp_path, monkeypatch):
     shape, syncs, batch = SHAPES[name], pretend_micro_batches(monkeypatch), rows()
@@ -140,7 +149,7 @@ def test_an_update_starts_few_kernels(name, tmp_path, monkeypatch):
 
     def update(layers: int) -> Counter[str]:
         actor = start_actor(saved(shape, layers, tmp_path), autocast="bfloat16", micro_batch_tokens=budget)
-        assert fuse_rms_norms(actor.model)
+        assert actor.engine.paths(batch).scoring == "packed"
         at_a_time = per_chunk * actor.model.config.vocab_size
         monkeypatch.setattr(chunked_logprobs, "logits_at_a_time", lambda device: at_a_time)
         with flash_on_cpu(monkeypatch):
@@ -195,7 +204,6 @@ def test_a_token_of_all_rows_starts_few_kernels(name, most, tmp_path, monkeypatc
         for new in (6, 14):
             rollout = HFRollout(max_new_tokens=new, sleep=False)
             actor = start_actor(saved(shape, layers, tmp_path), rollout, autocast="bfloat16")
-            fuse_rms_norms(actor.model)
             engine: Any = actor.generator.engine
             engine.key_multiple, engine.stop_ids = 64, torch.zeros(0, dtype=torch.int64)  # all rows have all tokens
             for _ in range(2):

@@ -15,6 +15,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNorm, Qwen3NextRMSNormGated
 
+from verl.model_paths.check import finding_for
 from verl.models.fused_norms import fuse_rms_norms
 
 WIDTH = 576
@@ -69,6 +70,7 @@ def test_a_model_gives_the_same_logits_and_copies_of_it_are_like_it(tmp_path):
     plain = AutoModelForCausalLM.from_pretrained(save_random_model(tmp_path, "qwen3", torch.float32))
     fused = copy.deepcopy(plain)
     assert len(fuse_rms_norms(fused)) == 1
+    assert finding_for(fused) == finding_for(plain)
     assert all(isinstance(layer.self_attn.q_norm, Qwen3RMSNorm) for layer in fused.model.layers)
     ids = torch.arange(4, 24)[None]
     wanted = plain(input_ids=ids).logits

@@ -262,11 +262,11 @@ _original_modules: dict[tuple[type, str], dict[str, type]] = {}  # shared by the
 
 
 def model_class(model: Any) -> type:
-    """The class of a model, without the subclass that torch's FSDP2 creates of it."""
+    """The class of a model or a part, without the subclasses that FSDP2 and `verl.models.fused_norms` create of it."""
     from torch.distributed.fsdp import FSDPModule
 
-    kind = type(model)
-    return kind.__mro__[2] if issubclass(kind, FSDPModule) else kind
+    kind = type(model).__mro__[2 if isinstance(model, FSDPModule) else 0]
+    return getattr(kind, "unfused", kind)
 
 
 def _states(model: Any, ids: Tensor) -> Tensor:

@@ -68,4 +68,4 @@ def _fused(kind: type) -> type:
         return F.rms_norm(hidden_states, weight.shape, weight, _epsilon(self))
 
     names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(kind.__name__, (kind,), {**names, "forward": forward})
+    return type(kind.__name__, (kind,), {**names, "forward": forward, "unfused": kind})
