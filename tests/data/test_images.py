@@ -332,7 +332,8 @@ def test_a_column_of_images_may_be_left_alone():
 
 
 def test_text_alone_of_an_image_model_is_rendered_in_parts_and_content_may_be_absent_beside_calls():
-    only_parts = "{% for m in messages %}{% for part in m['content'] %}{{ part['text'] }}{% endfor %}{% endfor %}"
+    only_parts = "{% for m in messages %}{% for part in m['content'] %}{{ part['text'] }}{% endfor %}"
+    only_parts += "{% if m.tool_calls %}!{% endif %}{% endfor %}"
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
     rows = [
         {
@@ -344,7 +345,7 @@ def test_text_alone_of_an_image_model_is_rendered_in_parts_and_content_may_be_ab
         }
     ]
     data = RLHFDataset.from_rows(rows, reader(), {"chat_template": only_parts})
-    assert data.collate([0])["prompt_text"].tolist() == ["ab"]
+    assert data.collate([0])["prompt_text"].tolist() == ["a!b"]
     assert not data.has_images
 
 

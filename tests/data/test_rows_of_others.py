@@ -105,6 +105,59 @@ def test_nulls_of_whole_columns_and_in_lists_of_parquet_stay(tmp_path):
     assert [(dataset[i]["answer"], dataset[i]["marks"]) for i in range(2)] == [(None, [1, None]), ("4", None)]
 
 
+def test_arguments_of_calls_that_are_json_text_as_in_openai_s_files_are_rendered_as_mappings():
+    of_openai = {"type": "function", "function": {"name": "f", "arguments": '{"text": "a"}'}}
+    rows = [{"prompt": chat(of_openai)}, {"prompt": CHATS[0]}]
+    found = texts(RLHFDataset.from_rows(rows, character_tokenizer(), OPTIONS))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("kind", [RLHFDataset, SFTDataset])
+def test_calls_that_a_template_would_leave_out_are_refused(kind):
+    options = {"messages_key": "prompt"} if kind is SFTDataset else {}
+    with refusal("tool_calls", value="row 0"):
+        kind.from_rows([{"prompt": CHATS[0]}], character_tokenizer(), options)
+
+
+@pytest.mark.parametrize("form", ["{{ m.content }}<eos>", "{% generation %}{{ m.content }}<eos>{% endgeneration %}"])
+def test_turns_of_weight_zero_are_not_learned(form):
+    template = (
+        "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}" + form + "{% else %}{{ m.content }}"
+    )
+    template += "<eos>{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    said = [{"role": "assistant", "content": text, "weight": weight} for text, weight in (("3", 0), ("2", 1))]
+    rows, options = [{"messages": [USER, said[0], USER, said[1]]}], {"chat_template": template}
+    row = SFTDataset.from_rows(rows, character_tokenizer(), options)[0]
+    assert character_tokenizer().decode(row["input_ids"][row["loss_mask"]]) == "2<eos>"
+
+
+def test_an_end_token_that_the_data_have_is_not_added_again():
+    data = [{"prompt": "1+1=", "completion": "2<eos>", "chosen": "2<eos>", "rejected": "3"}]
+    pair = PreferenceDataset.from_rows(data, character_tokenizer(), PreferenceOptions(), RowErrors())[0]
+    row = SFTDataset.from_rows(data, character_tokenizer())[0]
+    found = (row["input_ids"][row["loss_mask"]], pair["chosen"], pair["rejected"])
+    assert [character_tokenizer().decode(x) for x in found] == ["2<eos>", "2<eos>", "3<eos>"]
+
+
+def test_a_byte_order_mark_begins_a_file_of_windows(tmp_path):
+    (tmp_path / "rows.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "1+1="}\r\n{"prompt": "2"}\r\n')
+    assert texts(RLHFDataset(tmp_path / "rows.jsonl", character_tokenizer())) == ["1+1=", "2"]
+
+
+def test_files_and_rows_of_another_form_are_refused(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1", "answer": ' + "9" * 5000 + "}")
+    pyarrow.parquet.write_table(pyarrow.Table.from_arrays([["1"], ["2"]], names=["prompt"] * 2), tmp_path / "a.parquet")
+    for file in ("rows.jsonl", "a.parquet"):
+        with refusal("data_files[0]", varies=True):
+            RLHFDataset(tmp_path / file, character_tokenizer())
+    for rows in (["1"], {"prompt": ["1"]}):
+        with refusal("rows"):
+            RLHFDataset.from_rows(rows, character_tokenizer())
+
+
 # A second BOS
 
 

@@ -87,6 +87,14 @@ class ChatTemplate:
             )
         return parsed or None
 
+    def refuse_lost_calls(self, messages: Messages, location: str) -> None:
+        """Refuse messages with tool calls that the template would leave out."""
+        if any(message.get("tool_calls") for message in messages) and "tool_calls" not in (self.source or ""):
+            raise ConfigError(
+                f"tool_calls are in a message at {location}, but the chat template does not write them. Choose a "
+                "chat_template that does, or write the calls into the content."
+            )
+
     def messages_of(self, prompt: str | Messages) -> list[Mapping[str, Any]] | None:
         """The messages of a prompt; None for a text prompt without a system prompt."""
         if not isinstance(prompt, str):
@@ -267,6 +275,7 @@ def as_chat(value: Any) -> Any:
     """Chat messages with one text as the content of each; any other value unchanged.
 
     Messages may be given as JSON text, with a list of text parts as content, and without content if with tool calls.
+    The arguments of calls may be JSON text, as OpenAI writes them; templates take mappings.
     """
     if isinstance(value, str) and value.lstrip()[:1] == "[" and '"role"' in value:
         with contextlib.suppress(ValueError, RecursionError):
@@ -282,7 +291,16 @@ def _with_text(message: Any) -> Any:
     texts: list[Any] = (
         [x.get("text") if isinstance(x, Mapping) else x for x in parts] if isinstance(parts, list) else [None]
     )
-    return {**message, "content": "".join(texts)} if all(isinstance(x, str) for x in texts) else message
+    message = {**message, "content": "".join(texts)} if all(isinstance(x, str) for x in texts) else message
+    is_mapping = isinstance(message, Mapping) and isinstance(message.get("tool_calls"), (list, tuple))
+    return {**message, "tool_calls": [_with_mapping(call) for call in message["tool_calls"]]} if is_mapping else message
+
+
+def _with_mapping(call: Any) -> Any:
+    with contextlib.suppress(ValueError, TypeError, LookupError, RecursionError):
+        if isinstance(arguments := json.loads(call["function"]["arguments"]), dict):
+            return {**call, "function": {**call["function"], "arguments": arguments}}
+    return call
 
 
 def with_chats(rows: DataRows, *keys: str) -> DataRows:
@@ -334,6 +352,7 @@ def _rendered(messages: Messages, chat: ChatTemplate, location: str, tools: Any)
         seen = f"final_assistant is 'error': the chat at {location} ends with an assistant's message, maybe the answer"
         return "", f"{seen}. Set it to drop, or to answer to move the message to the column answer"
     try:
+        chat.refuse_lost_calls(messages, location)
         return chat.render(messages, location, reply_follows=True, tools=tools), None
     except ConfigError as error:
         if chat.source is None:  # no row could be rendered
@@ -371,6 +390,11 @@ def tokens_around(tokenizer: Any) -> tuple[list[int], list[int]]:
     return (whole[: starts[0]], whole[starts[0] + len(bare) :]) if bare and starts else ([], [])
 
 
+def with_one_end(ids: Sequence[int], end: int) -> list[int]:
+    """Tokens of a text that may end with the end token itself: other tools write it."""
+    return [*ids] if ids and ids[-1] == end else [*ids, end]
+
+
 def with_one_start(ids: Sequence[int], start: list[int]) -> list[int]:
     """Tokens of a text that may begin with the start, such as BOS, itself: a rendered chat does."""
     ids, length = list(ids), len(start)
@@ -401,8 +425,8 @@ def conversation_tokens(
         location: file and number of the row, for messages.
         tools: value of the row's column `tools`.
         images: of the placeholders in the messages; with some the marks are not used.
-        learned_from: number of messages whose assistant turns are not learned, first of all; with some the marks are
-            not used.
+        learned_from: number of messages whose assistant turns are not learned, first of all. Nor are turns with
+            `weight: 0`, which OpenAI's files have. With turns that are not learned the marks are not used.
     Returns:
         Tokens, mask, and the text with one placeholder for each image.
     Raises:
@@ -414,9 +438,16 @@ def conversation_tokens(
             "conversations need a fast tokenizer: this one does not give the character offsets of its tokens."
         )
     messages = chat.with_system(messages)
-    if not any(message["role"] == "assistant" for message in messages[learned_from:]):
+    chat.refuse_lost_calls(messages, location)
+    turns = [
+        turn
+        for turn, message in enumerate(messages)
+        if message["role"] == "assistant" and turn >= learned_from and message.get("weight") != 0
+    ]
+    if not turns:
         raise ConfigError(f"messages at {location} have none of the role assistant: there is nothing to learn.")
-    if GENERATION_BLOCK.search(chat.source or "") and not images and not learned_from:
+    is_whole = not learned_from and len(turns) == sum(message["role"] == "assistant" for message in messages)
+    if GENERATION_BLOCK.search(chat.source or "") and not images and is_whole:
         return *_by_template(chat, messages, location, tools), ""
     whole = chat.render(messages, location, reply_follows=False, tools=tools)
     try:
@@ -428,11 +459,7 @@ def conversation_tokens(
         start = chat.render(messages[:turns], location, reply_follows=reply_follows, tools=tools)
         return chat.images.expanded(start, images[: chat.images.count(start)])
 
-    spans = [
-        _span(rendered, chat, turn, text, location)
-        for turn, message in enumerate(messages)
-        if message["role"] == "assistant" and turn >= learned_from
-    ]
+    spans = [_span(rendered, chat, turn, text, location) for turn in turns]
     encoded = chat.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     learned = [
         any(start <= first < end and last > first for start, end in spans) for first, last in encoded["offset_mapping"]

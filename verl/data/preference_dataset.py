@@ -18,7 +18,15 @@ import torch
 from torch import Tensor
 
 from verl.data.base import PreferenceOptions, RaggedTokens, fit_lengths, pad_id_of
-from verl.data.chat_template import ChatTemplate, messages_fault, shortened, text_fault, text_tokens, with_chats
+from verl.data.chat_template import (
+    ChatTemplate,
+    messages_fault,
+    shortened,
+    text_fault,
+    text_tokens,
+    with_chats,
+    with_one_end,
+)
 from verl.data.images import BadImage, ImagesOfRows, with_images
 from verl.data.readers import DataRows, RowErrors
 from verl.errors import ConfigError
@@ -276,6 +284,7 @@ def _texts(
     texts = []
     for key, response in zip(keys, responses, strict=True):
         turns = [{"role": "assistant", "content": response}] if isinstance(response, str) else list(response)
+        chat.refuse_lost_calls([*messages, *turns], location)
         whole = chat.render([*messages, *turns], location, reply_follows=False, tools=row.get("tools"))
         if not whole.startswith(before) or not turns:
             raise refuse(key, response, "messages that follow the prompt, which the chat template renders after it")
@@ -310,9 +319,9 @@ def _tokenized(parsed: Mapping[int, _Texts], tokenizer: Any) -> dict[int, Prefer
     responses = iter(plain([text for x in rows for text in x.responses]))
     made = {}
     for index, row in parsed.items():
-        end = [] if row.is_chat else [tokenizer.eos_token_id]
         prompt = next(of_chats if row.is_chat else of_texts)
-        tokens = [[*next(responses), *end] for _ in row.responses]
+        answers = [next(responses) for _ in row.responses]
+        tokens = answers if row.is_chat else [with_one_end(ids, tokenizer.eos_token_id) for ids in answers]
         made[index] = Preference(prompt, tokens[0], tokens[1] if tokens[1:] else None, row.label, row.margin)
     return made
 

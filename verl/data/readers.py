@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,7 +86,13 @@ class DataRows:
         """Rows in memory, such as a list or a `datasets.Dataset`."""
         if isinstance(rows, DataRows):
             return rows
-        return cls([from_arrow(row) for row in rows] if hasattr(rows, "features") else list(rows))
+        values = [from_arrow(row) for row in rows] if hasattr(rows, "features") else list(rows)
+        if (other := next((row for row in values if not isinstance(row, Mapping)), None)) is not None:
+            raise ConfigError(
+                f"rows is a {type(rows).__name__} of {type(other).__name__}: expected a list of mappings of columns, "
+                "such as [{'prompt': ...}]; of a DataFrame give frame.to_dict('records')."
+            )
+        return cls(values)
 
     def __len__(self) -> int:
         return len(self.values)
@@ -219,6 +226,10 @@ def _read_parquet(path: Path, seen: str) -> Iterator[tuple[int, dict[str, Any] |
         table = pyarrow.parquet.ParquetFile(path).read()
     except (pyarrow.ArrowException, OSError) as error:
         raise ConfigError(f"{seen}: not a readable parquet file ({error}).") from error
+    if repeated := [name for name, count in Counter(table.column_names).items() if count > 1]:
+        raise ConfigError(
+            f"{seen}: it has several columns named {', '.join(map(repr, repeated))}. Rename or drop them."
+        )
     try:
         rows = table.to_pylist()
     except UnicodeDecodeError:  # row by row, to find the ones at fault
@@ -254,11 +265,13 @@ def _read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
 
 def _parsed(line: bytes, number: int) -> dict[str, Any] | str:
     try:
-        row = json.loads(line.decode("utf-8"))
+        row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
     except UnicodeDecodeError as error:
         return f"line {number} is not UTF-8 text ({error})"
     except json.JSONDecodeError as error:
         return f"line {number} is not valid JSON ({error.msg} at character {error.pos + 1})"
+    except ValueError as error:  # an integer of thousands of digits
+        return f"line {number} is not read ({error})"
     except RecursionError:
         return f"line {number} is nested too deeply"
     if isinstance(row, dict):

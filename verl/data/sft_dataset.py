@@ -20,6 +20,7 @@ from verl.data.chat_template import (
     shortened,
     text_fault,
     with_chats,
+    with_one_end,
 )
 from verl.data.images import ImagesOfRows, with_images
 from verl.data.readers import DataRows, RowErrors, read_rows
@@ -114,7 +115,7 @@ def completion_tokens(completions: Sequence[str], tokenizer: Any) -> list[list[i
     if (end := tokenizer.eos_token_id) is None:
         raise ConfigError("tokenizer has no EOS token: completions could not be terminated. Set eos_token.")
     encoded = tokenizer(list(completions), add_special_tokens=False)["input_ids"] if completions else []
-    return [[*tokens, end] for tokens in encoded]
+    return [with_one_end(tokens, end) for tokens in encoded]
 
 
 def expected_completion(completion: Any) -> str | None:
