@@ -381,6 +381,8 @@ def faults_of(kind: type[Description], values: Mapping[str, Any], details: Seque
             default = next(f for f in dataclasses.fields(typing.cast(Any, kind)) if f.name == field).default
             path, value = _located(fault["loc"], values.get(field, default))
             text = fault["msg"].removeprefix("Value error, ")
+            if fault["type"] == "tuple_type":
+                text = f"Input should be a list, such as [{value}]"
             if fault["type"] == "is_instance_of" and isinstance(value, dict):
                 text += ". It has no _target_: choose an option of its group, or give the whole node"
             messages.setdefault(f"{path} is {shown(value)}: ", []).append(text[:1].lower() + text[1:].removesuffix("."))

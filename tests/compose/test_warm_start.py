@@ -52,6 +52,13 @@ def test_an_unknown_warm_start_names_the_nearest_experiment(cache):
         resolve_warm_starts(run, Console(file=io.StringIO()))
 
 
+def test_lengths_that_the_model_cannot_hold_are_refused_before_it_is_trained(cache):
+    run = validate(compose_root("ppo", ["rollout.max_new_tokens=100"]))
+    with refusal("data.max_prompt_length", value=100):
+        resolve_warm_starts(run, Console(file=io.StringIO()), SHORT)
+    assert not cache.exists()
+
+
 def test_the_key_follows_the_fine_tuning_run_and_the_sources(cache, monkeypatch):
     run = validate(compose_root("sft"))
     other = dataclasses.replace(run, trainer=dataclasses.replace(run.trainer, seed=1))

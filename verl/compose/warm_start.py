@@ -49,7 +49,7 @@ def resolve_warm_starts(run: Any, console: Console, overrides: Sequence[str] = (
 
     @functools.cache
     def directory(name: str) -> str:
-        return str(_actor_dir(name, console, [*same_machine, *overrides]))
+        return str(_actor_dir(name, console, [*same_machine, *overrides], run))
 
     return _with_sources(run, lambda source, name: dataclasses.replace(source, path=directory(name)))
 
@@ -96,12 +96,13 @@ def _warm_start_run(name: str, overrides: Sequence[str]) -> Any:
     return validate(compose_root("sft", [f"experiment={name}", "tracker=none", "checkpoint=off", *overrides]))
 
 
-def _actor_dir(name: str, console: Console, overrides: Sequence[str]) -> Path:
+def _actor_dir(name: str, console: Console, overrides: Sequence[str], used_by: Any) -> Path:
     run = _warm_start_run(name, overrides)
     final = warm_start_dir(name, run)
     if (final / "actor" / "config.json").is_file():
         console.print(f"{WARM_START}{name} lies in {final}", soft_wrap=True)
         return final / "actor"
+    with_architectures(used_by)  # refuses lengths beyond the model's context before it is trained
     console.print(f"{WARM_START}{name} is trained once; later runs find it ...", soft_wrap=True)
     begin = time.monotonic()
     _make(run, final)
