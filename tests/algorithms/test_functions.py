@@ -64,6 +64,11 @@ def failing(log_probs, batch):
 
 def of_my_column(batch):
     return torch.tensor([float(x) for x in batch.non_tensor_batch["weight"]])
+
+def centred_in_place(batch):
+    rewards = batch["token_level_rewards"]
+    rewards -= rewards.mean()
+    return rewards
 """
 
 
@@ -107,6 +112,8 @@ def test_an_advantage_function_gives_advantages_of_responses_or_tokens_and_retur
     both = AdvantageFunction(path="my.py:per_token")(rows)
     assert torch.equal(both["advantages"], torch.where(mask, rows["token_level_rewards"] + 1, 0.0))
     assert torch.equal(both["returns"], 2 * both["advantages"])
+    AdvantageFunction(path="my.py:centred_in_place")(rows)
+    assert torch.equal(rows["token_level_rewards"], batch()["token_level_rewards"])
 
 
 @pytest.mark.parametrize("options", [{}, pytest.param({"sharding": DDP(), "n_gpus_per_node": 2, "num_threads": 2},

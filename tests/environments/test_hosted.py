@@ -16,6 +16,8 @@ from cluster.processes_of import wait_until_gone
 from verl.compose.compose import compose_root
 from verl.compose.validate import refuse_here, validate
 from verl.environments.hosted import FunctionEnvironment, PythonTools
+from verl.environments.hosts.host_main import HostedAction, located
+from verl.environments.hosts.host_process import PROGRAMS
 from verl.environments.tool_calls import ToolCall
 from verl.errors import ConfigError
 
@@ -239,17 +241,31 @@ def test_a_class_that_cannot_be_used_is_refused_by_name_before_anything_is_loade
 
 
 PACKAGES = {
+    "Box": ("env_id=Pendulum-v1", r"environment.env_id is 'Pendulum-v1': .*actions Box\(.*expected Discrete or Text"),
     "gymnasium": ("env_id=FrozenLak-v1", "environment.env_id is 'FrozenLak-v1': .*FrozenLak"),
     "textarena": ("env_id=TicTacToe-v0", "environment.env_id is 'TicTacToe-v0'"),  # for two players
     "reasoning_gym": ("task=leg_countin", "environment.task is 'leg_countin': .*leg_countin"),
 }
 
 
-@pytest.mark.parametrize("package", short_where(PACKAGES, "gymnasium".__eq__))
+@pytest.mark.parametrize("package", short_where(PACKAGES, ["Box", "gymnasium"].__contains__))
 def test_a_task_that_a_package_does_not_have_is_refused_before_anything_is_loaded(package):
-    pytest.importorskip(package)
     given, words = PACKAGES[package]
+    package = "gymnasium" if package == "Box" else package
+    pytest.importorskip(package)
     overrides = [f"environment={package}", f"environment.{given}", "reward=environment", "data=episodes"]
     run = validate(compose_root("ppo", [*overrides, "algorithm=grpo", "critic=none"]))
     with pytest.raises(ConfigError, match=words):
         refuse_here(run)
+
+
+def test_whatever_the_model_answers_has_a_score_in_environments_of_packages():
+    pytest.importorskip("gymnasium")
+    pytest.importorskip("reasoning_gym")
+    game = located(str(PROGRAMS / "gymnasium_adapter.py:Text"))("FrozenLake-v1")
+    task = located(str(PROGRAMS / "reasoning_gym_adapter.py:ReasoningTask"))("prime_factorization", size=2)
+    for world in (game, task):
+        world.reset({"index": 0, "prompt_id": 0}, 0)
+        assert world.step(HostedAction("9" * 5000))[1] == 0.0
+    assert task.step(HostedAction("seven"))[1] == 0.0
+    assert task.step(HostedAction(task.entry["answer"]))[1] == 1.0

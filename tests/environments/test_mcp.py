@@ -161,3 +161,44 @@ def test_a_listener_that_never_answers_is_refused_in_time():
         with pytest.raises(ConfigError, match=r"environment\.url: the MCP server .* did not answer within 1 s"):
             MCPTools(url=url, reset_timeout_s=1.0).tool_schemas()
         assert time.monotonic() - began < 60
+
+
+PAGES = """
+import asyncio
+from mcp import types
+from mcp.server.lowlevel import Server
+from mcp.server.stdio import stdio_server
+
+async def listed(context, params):
+    page = int(params.cursor) if params and params.cursor else 0
+    tool = types.Tool(name=f"read{page}", input_schema={"type": "object", "properties": {}})
+    return types.ListToolsResult(tools=[tool], next_cursor=None if page else "1")
+
+async def called(context, params):
+    file = types.TextResourceContents(uri="file:///a.txt", text="of a file")
+    return types.CallToolResult(content=[
+        types.EmbeddedResource(type="resource", resource=file),
+        types.ResourceLink(type="resource_link", name="b", uri="file:///b.txt"),
+    ])
+
+async def main():
+    server = Server("pages", on_list_tools=listed, on_call_tool=called)
+    async with stdio_server() as (read, write):
+        await server.run(read, write, server.create_initialization_options())
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.slow
+def test_tools_of_all_pages_are_found_and_resources_in_a_result_are_read(tmp_path):
+    (tmp_path / "server.py").write_text(PAGES)
+    options = MCPTools(command=(sys.executable, str(tmp_path / "server.py")), step_timeout_s=60.0)
+
+    async def play():
+        async with started(options) as factory:
+            assert list(factory.tools) == ["read0", "read1"]
+            found = await step(factory, ToolCall("read1", {}))
+            assert found.observation == "of a file\nfile:///b.txt\n"
+
+    asyncio.run(play())

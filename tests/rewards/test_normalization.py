@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from verl.component import BuildContext
 from verl.protocol import DataProto
-from verl.rewards.normalization import RewardNormalization, RunningStats
+from verl.rewards.function import RewardFunction
+from verl.rewards.normalization import RewardNormalization, RunningStats, ScaledReward
 from verl.rewards.rules import ExactMatch
 from verl.rewards.weighted_sum import WeightedSum
 
@@ -51,6 +52,11 @@ def test_scores_are_less_their_mean_over_their_spread_and_raw_ones_are_told():
         before = reward.state_dict()
         assert reward.score_batch(batch_of(["2"])).scores == pytest.approx([0.5 / 0.75**0.5])
         assert reward.state_dict() == before
+
+
+def test_columns_of_the_reward_are_kept():
+    function = RewardFunction.wrap(lambda prompts, responses: [{"score": 1.0, "read": text} for text in responses])
+    assert list(ScaledReward(function).score_batch(batch_of(["2", "3"])).columns["read"]) == ["2", "3"]
 
 
 def test_what_was_learned_is_a_state_and_is_forgotten_on_request():

@@ -209,9 +209,12 @@ def test_long_texts_are_shortened(batch):
     assert "aaa ... aaa" in message
 
 
-def test_a_function_may_change_the_lists_it_is_given(batch):
+def test_a_function_may_change_what_it_is_given(batch):
     CallableReward(lambda prompts, responses, answer: [float(answer.pop(0)) for _ in responses]).score_tokens(batch)
     assert list(batch["answer"]) == ANSWERS
+    info = batch_of(["a", "b"], extra_info=[{"uses": 0}, {"uses": 0}])
+    CallableReward(lambda prompts, responses, extra_info: [x.pop("uses") for x in extra_info]).score_tokens(info)
+    assert list(info["extra_info"]) == [{"uses": 0}, {"uses": 0}]
 
 
 def test_a_column_that_the_function_needs_and_the_data_lacks_is_named(batch):

@@ -120,7 +120,7 @@ class AdvantageFunction(FunctionPart, AdvantageEstimator):
 
     @torch.no_grad()
     def __call__(self, batch: DataProto) -> DataProto:
-        mask, result = batch["response_mask"], self._call(batch=batch)
+        mask, result = batch["response_mask"], self._call(batch=copy.deepcopy(batch))  # which it may change
         if isinstance(result, DataProto) and {"advantages", "returns"} <= set(result.batch):
             result = result["advantages"], result["returns"]
         scores = masked_sum(batch["token_level_rewards"], mask, dim=-1)

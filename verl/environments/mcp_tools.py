@@ -78,10 +78,16 @@ class _McpConnection:
             await asyncio.wait_for(self.task, CLOSE_S)
 
     async def _serve(self) -> None:
+        from mcp.types import PaginatedRequestParams
+
         try:
             async with contextlib.AsyncExitStack() as stack:
                 self._session = await _opened(self.options, stack)
-                self.tools = list((await self._session.list_tools()).tools)
+                page = await self._session.list_tools()
+                self.tools = list(page.tools)
+                while cursor := page.next_cursor:
+                    page = await self._session.list_tools(params=PaginatedRequestParams(cursor=cursor))
+                    self.tools += page.tools
                 self.is_open = True
                 if not self._ready.done():
                     self._ready.set_result(None)
@@ -122,14 +128,11 @@ class _Server(ToolFactory):
 
     async def _call(self, name: str, /, **arguments: Any) -> Any:
         result = await self._result(name, arguments, is_first=True)
-        known = [part for part in result.content if getattr(part, "type", "") in ("text", "image")]
-        text = "\n".join(part.text for part in known if part.type == "text")
+        parts = [_part(part) for part in result.content]
+        text = "\n".join(part["text"] for part in parts if part["type"] == "text")
         if getattr(result, "isError", False) or getattr(result, "is_error", False):
             raise ToolError(text)
-        if all(part.type == "text" for part in known):
-            return text
-        urls = (x.text if x.type == "text" else f"data:image/*;base64,{x.data}" for x in known)
-        return [{"type": x.type, x.type: value} for x, value in zip(known, urls, strict=True)]
+        return text if all(part["type"] == "text" for part in parts) else parts
 
     async def _result(self, name: str, arguments: dict[str, Any], is_first: bool) -> Any:
         # Less than the time of the call: a server that is gone must not count as a time-out, which is scored.
@@ -173,6 +176,14 @@ async def _opened(options: MCPTools, stack: contextlib.AsyncExitStack) -> Any:
     session = await stack.enter_async_context(mcp.ClientSession(streams[0], streams[1]))
     await session.initialize()
     return session
+
+
+def _part(part: Any) -> dict[str, str]:
+    """A part of a result as an image or a text; of a resource its text, or its address."""
+    if part.type == "image":
+        return {"type": "image", "image": f"data:image/*;base64,{part.data}"}
+    found = [getattr(getattr(part, "resource", part), name, None) for name in ("text", "uri")]
+    return {"type": "text", "text": str(next((x for x in found if x is not None), f"({part.type})"))}
 
 
 def _reason(error: BaseException) -> str:

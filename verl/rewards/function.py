@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import field
@@ -183,13 +184,8 @@ class CallableReward(Reward):
         if not self._takes_batch or not len(batch):
             return super().score_batch(batch)
         prompts, responses, _ = texts_of(batch)
-        copied = DataProto.from_dict(
-            tensors={name: tensor.clone() for name, tensor in batch.batch.items()},
-            non_tensors={name: values.copy() for name, values in batch.non_tensor_batch.items()},
-            meta_info=dict(batch.meta_info),
-        )
         try:
-            result = self._invoke(copied)
+            result = self._invoke(batch)
         except RAISED_BY_CODE as error:  # whatever user code raises is reported with its place
             raise reward_error(TOKEN_REWARDS, self._words(error), self.function) from error
         if getattr(result, "ndim", None) == 1:
@@ -200,12 +196,11 @@ class CallableReward(Reward):
     def _call(self, prompts: list[str], responses: list[str], columns: Mapping[str, list]) -> Any:
         if self._accepted is not None:
             columns = {name: values for name, values in columns.items() if name in self._accepted}
-        # Copies: a function that changes its arguments must not change the data that its result is checked against.
-        columns = {name: list(values) for name, values in columns.items()}
-        return self._invoke({"prompts": list(prompts), "responses": list(responses), **columns})
+        return self._invoke({"prompts": prompts, "responses": responses, **columns})
 
     def _invoke(self, given: DataProto | dict[str, Any]) -> Any:
         """Call the function with a batch, or with keyword arguments."""
+        given = copy.deepcopy(given)  # a function that changes its arguments must not change the data of the run
 
         def call() -> Any:
             if isinstance(given, DataProto):

@@ -111,9 +111,8 @@ class ScaledReward(Reward):
             )
         if self._learns:
             self.norm.update(result.scores[~np.isnan(result.scores)])
-        return RewardResult(
-            self.norm(result.scores), {"raw": result.scores, **result.parts}, nan_is_none=result.nan_is_none
-        )
+        parts = {"raw": result.scores, **result.parts}
+        return RewardResult(self.norm(result.scores), parts, result.columns, nan_is_none=result.nan_is_none)
 
     def check_rows(self, name: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
         with faults_below("reward"):

@@ -19,4 +19,9 @@ class ReasoningTask:
         return self.entry["question"] + "\n"
 
     def step(self, action):
-        return None, float(self.data.score_answer(answer=action.text.strip(), entry=self.entry)), True, False, {}
+        try:
+            score = float(self.data.score_answer(answer=action.text.strip(), entry=self.entry))
+        except Exception:  # noqa: BLE001 - some tasks raise for an answer that they cannot read
+            self.data.score_answer(answer=self.entry["answer"], entry=self.entry)  # another fault raises here too
+            score = 0.0
+        return None, score, True, False, {}
