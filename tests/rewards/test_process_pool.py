@@ -144,7 +144,7 @@ def test_a_process_started_by_a_hanging_sample_ends_with_it(made, batch, tmp_pat
         f"""
         import subprocess, sys
         def my_reward(prompt, response):
-            child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+            child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], start_new_session=True)
             open({str(told)!r}, "w").write(str(child.pid))
             child.wait()
         """,

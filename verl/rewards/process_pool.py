@@ -170,6 +170,7 @@ class _Worker(PooledChild):
             files=[self._trace.fileno()],
             is_in_own_session=True,
             is_killed_with_parent=True,  # works even in code that never releases the interpreter
+            is_marked=True,  # a program that the function runs in a session of its own ends too
             stuck_s=timeout_s + GRACE_S,
         )
         super().__init__(child, START_TIMEOUT_S)

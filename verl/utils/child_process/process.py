@@ -272,6 +272,8 @@ class ChildProcess:
         is_in_own_session: whether it has its own session. In the session of its parent a low priority has an effect,
             since Linux divides processors among sessions first.
         is_killed_with_parent: whether the clean-up process kills it if this process is killed.
+        is_marked: whether all processes that it has started, in any session, end with it: they are found by a mark in
+            their environment.
         stuck_s: see `Channel`.
     Attributes:
         pid: of the process and of its group.
@@ -290,6 +292,7 @@ class ChildProcess:
         files: Sequence[int] = (),
         is_in_own_session: bool = False,
         is_killed_with_parent: bool = False,
+        is_marked: bool = False,
         stuck_s: float | None = STUCK_S,
     ):
         ours, theirs = socket.socketpair()
@@ -299,6 +302,8 @@ class ChildProcess:
             CHANNEL_VARIABLE: str(theirs.fileno()),
             STARTER_VARIABLE: f"{progress.fd}:{slot}",
         }
+        if is_marked:
+            variables[MARK_VARIABLE] = self._new_mark()
         inherited = {name: value for name, value in os.environ.items() if name not in without}
         self._memory_kills, self._registered = memory_kills(), -1
         try:
@@ -319,8 +324,15 @@ class ChildProcess:
             theirs.close()
         self.pid = self._process.pid
         if is_killed_with_parent:
-            self._registered = CLEANUP.register(process_groups=[self.pid])
+            self._registered = CLEANUP.register(process_groups=[self.pid], environment=self._marks)
         self.channel = Channel(ours, self.is_alive, stuck_s)
+
+    _marks: Sequence[str] = ()
+
+    def _new_mark(self) -> str:
+        """The value of a mark in the environment of this process and of all that it starts."""
+        self._marks = [f"{MARK_VARIABLE}={(mark := secrets.token_hex(8))}"]
+        return mark
 
     def begin(self, setting: Any, on_poll: OnPoll | None = None) -> None:
         """Send the first message, with the argument `setting` of the module's `serve`.
@@ -388,13 +400,15 @@ class ChildProcess:
         self.kill()
 
     def kill(self) -> None:
-        """Kill its process group, including suspended processes; calling it again does nothing.
+        """Kill its process group, including suspended processes, and what is marked; calling it again does nothing.
 
         Waits for the end, unless the process is blocked in the kernel.
         """
         self.channel.close()
         if self._process.returncode is not None:
             return
+        for mark in self._marks:
+            kill_marked(mark)
         kill_group(self.pid)
         reap(self._process)
         CLEANUP.withdraw(self._registered)
@@ -414,9 +428,8 @@ class CommandProcess(ChildProcess):
 
     def __init__(self, command: Sequence[str], output: int, max_bytes: int):
         ours, theirs = socket.socketpair()
-        mark = secrets.token_hex(8)
-        self._mark, self._memory_kills = f"{MARK_VARIABLE}={mark}", memory_kills()
-        self._registered = CLEANUP.register(environment=[self._mark])
+        mark, self._memory_kills = self._new_mark(), memory_kills()
+        self._registered = CLEANUP.register(environment=self._marks)
         try:
             self._process = subprocess.Popen(
                 command,
@@ -434,12 +447,6 @@ class CommandProcess(ChildProcess):
             theirs.close()
         self.pid = self._process.pid
         self.channel = Channel(ours, self.is_alive, codec=JSONMessages, max_bytes=max_bytes)
-
-    def kill(self) -> None:
-        """Kill it and all processes that it has started; calling it again does nothing."""
-        if self._process.returncode is None:
-            kill_marked(self._mark)
-        super().kill()
 
 
 def reap(process: subprocess.Popen[bytes]) -> int | None:
