@@ -23,6 +23,7 @@ from verl.component import BuildContext
 from verl.engines import engine as engine_module
 from verl.engines.parallel_dims import DataParallelism
 from verl.engines.sharding import DDP, FSDP, HSDP, Parallel
+from verl.model_paths import decode
 from verl.models.tiny import TinyModel
 from verl.rollout.engine_process.messages import EngineInfo
 from verl.rollout.hf import HFRollout
@@ -299,6 +300,45 @@ def test_a_second_copy_of_all_tensors_is_made_only_where_main_memory_has_room_fo
     pool.give_back(first)
     pool.give_back(second)
     pool.release()
+
+
+@pytest.mark.parametrize("fault", [None, "not permitted when stream is capturing"])
+def test_a_graph_is_made_after_torch_gave_back_what_it_keeps_and_a_failure_says_its_reason(
+    fault, calls, monkeypatch, caplog
+):
+    class Graph:
+        def capture_begin(self, **_):
+            calls.append(("begin",))
+
+        def capture_end(self):
+            calls.append(("end",))
+            if fault is not None:
+                raise RuntimeError("operation failed due to a previous error during capture")
+
+        def replay(self):
+            calls.append(("replay",))
+
+    def work():
+        if calls[-1:] == [("begin",)] and fault is not None:
+            raise RuntimeError(fault)
+        calls.append(("work",))
+
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    monkeypatch.setattr(decode, "recording_stream", lambda device: stream)
+    for name, stand_in in {
+        "graph_pool_handle": int, "current_device": int, "CUDAGraph": Graph, "current_stream": lambda: stream,
+        "stream": contextlib.nullcontext,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    graphs = decode.StepGraphs(decode.GraphMaker())
+    for _ in range(3):
+        graphs.run("shape", work)
+    found = [name for (name,) in calls]
+    if fault is None:
+        assert found == ["work", "empty_cache", "begin", "work", "end", "replay", "replay"]
+    else:
+        assert found == ["work", "empty_cache", "begin", "end", "work", "work"]
+        assert f"of them: {fault}" in caplog.text
 
 
 class OnDevice(torch.Tensor):

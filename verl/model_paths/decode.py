@@ -166,6 +166,7 @@ def allowed(model: Any, autocast: str | None) -> float:
 log = logging.getLogger(__name__)
 
 KEY_MULTIPLE = 64  # on a GPU: kernels are set up for each length of keys, and a graph has a single length
+NewGraph = Callable[[Callable[[], None]], Callable[[], None]]  # see `GraphMaker`
 MOST_GRAPHS = 256  # at a time: each takes memory of the driver, which no plan counts
 
 
@@ -189,6 +190,7 @@ class GraphMaker:
             RuntimeError: `work` cannot be recorded, for example because it waits for the device.
         """
         graph = torch.cuda.CUDAGraph()
+        torch.cuda.empty_cache()  # a graph cannot take what torch keeps for other tensors
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):  # other threads may allocate at the same time
             graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
@@ -208,7 +210,7 @@ class StepGraphs:
         new_graph: see `graph_maker`.
     """
 
-    def __init__(self, new_graph: Callable[[Callable[[], None]], Callable[[], None]] | None):
+    def __init__(self, new_graph: NewGraph | None):
         self.new_graph = new_graph
         self._graphs: dict[Hashable, Callable[[], None] | None] = {}  # None: the shape came once
         self._valid_for: Any = None
@@ -228,7 +230,8 @@ class StepGraphs:
             try:
                 self._graphs[shape] = self.new_graph(work)
             except RuntimeError as error:
-                log.warning("Decode steps run kernel by kernel, since no CUDA graph can be made of them: %s", error)
+                reason = error.__context__ or error  # of the work, before the end of the recording failed too
+                log.warning("Decode steps run kernel by kernel, since no CUDA graph can be made of them: %s", reason)
                 self.new_graph = None
         if self.new_graph is not None and (graph := self._graphs.get(shape)) is not None:
             graph()
@@ -242,15 +245,12 @@ class StepGraphs:
 
 def model_state(model: Any) -> tuple[Any, ...]:
     """State that a graph of a model is valid for: the addresses of its weights, and its active adapters."""
-    tensors = itertools.chain(model.parameters(), model.buffers())
     adapters = [x for x in model.modules() if hasattr(x, "_disable_adapters")]  # of peft
     chosen = [(x._active_adapter, x._disable_adapters, getattr(x, "scaling", None)) for x in adapters]
-    return [x.data_ptr() for x in tensors], repr(chosen)
+    return [x.data_ptr() for x in itertools.chain(model.parameters(), model.buffers())], repr(chosen)
 
 
-def graph_maker(
-    model: Any, device: torch.device, *, records_experts: bool
-) -> Callable[[Callable[[], None]], Callable[[], None]] | None:
+def graph_maker(model: Any, device: torch.device, *, records_experts: bool) -> NewGraph | None:
     """A maker of graphs of a model's decode steps; None if they run without graphs.
 
     They do on a CPU, for a sharded model, whose forward pass communicates, and if experts are recorded.
