@@ -6,6 +6,7 @@ module: x / rms(x), rounded to the type of x, times weight          kernel: the 
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import torch
@@ -26,8 +27,7 @@ def fuse_rms_norms(model: nn.Module) -> set[type]:
     """
     kinds: dict[type, type | None] = {}
     for module in model.modules():
-        kind = type(module)
-        if kind not in kinds:
+        if (kind := type(module)) not in kinds:
             kinds[kind] = _fused(kind) if _equals_kernel(module) else None
         if (fused := kinds[kind]) is not None:
             module.__class__ = fused
@@ -60,10 +60,10 @@ def _equals_kernel(module: Any) -> bool:
     return True
 
 
+@functools.cache  # one for all models of a process: programs of torch.compile are for a class
 def _fused(kind: type) -> type:
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
-        weight = self.weight
-        if weight.dtype != hidden_states.dtype:  # for which there is no kernel
+        if (weight := self.weight).dtype != hidden_states.dtype:  # for which there is no kernel
             return kind.forward(self, hidden_states)  # type: ignore[attr-defined]
         return F.rms_norm(hidden_states, weight.shape, weight, _epsilon(self))
 

@@ -139,7 +139,7 @@ class FirstBatchCheck:
             programs.are_used = True
             found, compiled_norm = self._tried(rows)
             difference = self.difference(found, wanted, rows)
-            if max(difference, abs(compiled_norm - norm) / max(norm, 1e-12)) > self._bound():
+            if not difference <= self._bound() >= abs(compiled_norm - norm) / max(norm, 1e-12):
                 reason = (
                     f"results differ by {difference:.2g}, the norm of gradients is {compiled_norm:.4g}, not {norm:.4g}"
                 )
