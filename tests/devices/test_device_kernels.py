@@ -284,6 +284,18 @@ def test_sampling_on_a_device_exempts_its_cumulative_sums_and_nothing_else():
     assert not torch.is_deterministic_algorithms_warn_only_enabled()
 
 
+@pytest.mark.usefixtures("deterministic")
+def test_a_model_that_is_probed_is_not_refused_for_a_kernel_that_a_gpu_refuses(tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(save_random_model(tmp_path, "qwen2", torch.float32))
+    plain = model.forward
+    model.forward = lambda *given, **named: (torch.ones(2).cumsum(0), plain(*given, **named))[1]
+    with RefusingDevice() as device:
+        finding = finding_for(model)
+    assert device.refused
+    assert (finding.refusal, finding.nondeterministic) == (None, None)  # which warns
+    assert torch.are_deterministic_algorithms_enabled()
+
+
 MAMBA2 = {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 1, "chunk_size": 8}
 
 

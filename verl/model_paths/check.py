@@ -37,6 +37,7 @@ from verl.models.model_stats import settings_text
 from verl.models.parallel_info import compute_device
 from verl.models.pretrained import CONTEXT_KEYS, quiet_transformers
 from verl.models.structure import call_model, has_lm_head, layers_around, unwrapped
+from verl.ops.sampling import plain_kernels
 from verl.protocol import DataProto
 from verl.utils.env_check import installed
 
@@ -126,8 +127,7 @@ def exempt_from_determinism(model: Any) -> None:
     """
     if not torch.are_deterministic_algorithms_enabled() or torch.is_deterministic_algorithms_warn_only_enabled():
         return
-    operations = finding_for(model).nondeterministic
-    if operations == ():
+    if (operations := finding_for(model).nondeterministic) == ():
         return
     torch.use_deterministic_algorithms(True, warn_only=True)
     _log.warning(
@@ -170,6 +170,7 @@ def _probed(model: Any, reason: str, paths: ModelPaths) -> PathFinding:
     with (
         torch.random.fork_rng(devices=[]),
         torch.no_grad(),
+        plain_kernels(torch.device("cuda")),  # what a GPU has no deterministic kernel for, is told, not refused
         torch.autocast("cpu", enabled=False),
         torch.autocast("cuda", enabled=False),
     ):
@@ -211,9 +212,8 @@ def _own_cache_is_right(model: Any) -> bool:
 
 
 def _random_row(model: Any, tokens: int) -> Tensor:
-    size = model.config.get_text_config().vocab_size
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(min(8, size - 1), size, (tokens,), generator=generator).to(compute_device(model))
+    size, draw = model.config.get_text_config().vocab_size, torch.Generator().manual_seed(0)
+    return torch.randint(min(8, size - 1), size, (tokens,), generator=draw).to(compute_device(model))
 
 
 def _tolerance(model: Any) -> float:
