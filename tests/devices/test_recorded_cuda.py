@@ -27,7 +27,7 @@ from verl.model_paths import decode
 from verl.models.tiny import TinyModel
 from verl.rollout.engine_process.messages import EngineInfo
 from verl.rollout.hf import HFRollout
-from verl.rollout.process_engine import grouped
+from verl.rollout.process_engine import ProcessEngine, grouped
 from verl.rollout.proof.fingerprints import ProbeVectors
 from verl.rollout.proof.verifier import VerifyRequest
 from verl.rollout.vllm.config import VLLMRollout
@@ -127,6 +127,21 @@ def test_an_engine_is_woken_once_after_it_slept_and_a_new_one_not(calls):
     engine.sleep()
     process.process_id = 4
     assert sync() == []
+
+
+def test_before_an_engine_is_started_again_torch_gives_back_what_it_kept_beside_the_last_one(calls):
+    info = EngineInfo(64, 1)
+    engine = object.__new__(ProcessEngine)
+    engine.options, engine.parallel_info = VLLMRollout(), SimpleNamespace(device=torch.device("cuda:0"))  # type: ignore
+    engine.process = SimpleNamespace(  # type: ignore[assignment]
+        is_alive=lambda: False, kill=lambda: None, start=lambda timeout_s: calls.append(("start",)) or info
+    )
+    memory.keep_cached(True)
+    try:
+        engine._start()
+    finally:
+        memory.keep_cached(False)
+    assert calls == [("empty_cache",), ("start",)]
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ from verl.rollout.weight_sync.state_dict import dtype_of
 from verl.rollout.weight_sync.stream import StreamBroken
 from verl.rollout.weight_sync.sync import WeightSync
 from verl.utils.env_check import num_cores
-from verl.utils.memory import keep_cached
+from verl.utils.memory import keep_cached, release_cached
 
 log = logging.getLogger(__name__)
 
@@ -230,8 +230,7 @@ class ProcessEngine(RolloutEngine):
         """Names of the GPUs of the engine of several processes; None for those of this process alone."""
         if self.is_alone or self.parallel_info.device.type != "cuda":
             return None
-        size = self.options.num_workers
-        if size > 1 and not is_one_machine:
+        if (size := self.options.num_workers) > 1 and not is_one_machine:
             raise ConfigError(
                 f"{SIZE} is {size}: the processes of an engine would be on several machines. Set it so that it divides "
                 "trainer.n_gpus_per_node."
@@ -243,6 +242,7 @@ class ProcessEngine(RolloutEngine):
         if self.process is None or self.process.is_alive():
             return
         self.process.kill()  # what is left of one that has ended
+        release_cached(self.parallel_info.device, always=True)  # an engine refuses to start with too little memory
         try:
             self.info = self.process.start(self.options.start_timeout_s)
         except EngineError as error:
