@@ -83,6 +83,26 @@ def test_a_template_without_the_roles_used_is_named_with_row_roles_and_its_error
     assert "1 of 2 rows are left out: chat_template " in caplog.text
 
 
+@pytest.mark.parametrize("name", [None, "default"])
+def test_a_tokenizer_may_have_several_templates_by_name(name):
+    tokenizer = character_tokenizer()
+    tokenizer.chat_template = {"default": CHATML, "tool_use": "{{ tools | tojson }}" + CHATML}
+    options = {"chat_template": name}
+    row = SFTDataset.from_rows([{"messages": [USER, ANSWER]}], tokenizer, options)[0]
+    assert tokenizer.decode(row["input_ids"][row["loss_mask"]]) == "2<eos>"
+    if name is None:
+        with_tools = RLHFDataset.from_rows([{"prompt": [USER], "tools": [{"a": 1}]}], tokenizer, options)
+        assert with_tools[0]["prompt_text"].startswith('[{"a": 1}]')
+
+
+@pytest.mark.parametrize("template", ["messages.jinja", "", "{# messages #}"])
+def test_a_template_that_writes_no_messages_is_refused(template):
+    with refusal("chat_template", varies=True):
+        prompts([{"prompt": [USER]}], chat_template=template)
+    with refusal("chat_template", varies=True):
+        conversations([USER, ANSWER], chat_template=template)
+
+
 def test_every_turn_of_the_assistant_is_learned_with_its_end_token_and_nothing_else():
     more = {"role": "user", "content": "3+4="}, {"role": "assistant", "content": "7"}
     dataset = conversations([SYSTEM, USER, ANSWER, *more], [USER, ANSWER])

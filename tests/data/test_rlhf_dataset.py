@@ -175,7 +175,7 @@ def folder(tmp_path):
     RLHFDataset([tmp_path / "folder.jsonl"], TOKENIZER)
 
 
-RAISES = "{{ raise_exception('u') }}"
+RAISES = "{{ raise_exception('u') if messages }}"
 NO_PROMPTS = (None, 7, "", [], ["1+1="], [{"role": "user"}], [{"role": "user", "content": None}])
 test_rows_and_settings_that_cannot_be_are_named = refused(
     ("config.max_promt_length", "max_prompt_length", of(ROWS, max_promt_length=4)),

@@ -40,6 +40,13 @@ class ChatTemplate:
     tools: tuple[Any, ...] = ()
     max_pixels: int | None = None
 
+    def __post_init__(self):
+        if self.template is not None and not all(part in (self.source or "") for part in ("{", "messages")):
+            raise ConfigError(
+                f"chat_template is {shortened(self.template)}: it writes no messages. Give the text of a Jinja "
+                'template, such as "$(cat FILE)", not the name of a file.'
+            )
+
     @property
     def reads_tools(self) -> bool:
         """Whether the template writes tool schemas into a prompt."""
@@ -56,8 +63,11 @@ class ChatTemplate:
 
     @property
     def source(self) -> str | None:
-        """The template in use."""
-        return self.template or getattr(self.tokenizer, "chat_template", None)
+        """The template in use; of several by name all, of which transformers takes `tool_use` where there are tools."""
+        own = getattr(self.tokenizer, "chat_template", None)
+        if isinstance(own, Mapping):
+            return "\n".join(own.values()) if self.template is None else own.get(self.template, self.template)
+        return own if self.template is None else self.template
 
     def with_system(self, messages: Messages) -> list[Mapping[str, Any]]:
         """The messages, after the system prompt unless they begin with a system message."""
@@ -353,7 +363,8 @@ def _rendered(messages: Messages, chat: ChatTemplate, location: str, tools: Any)
         return "", f"{seen}. Set it to drop, or to answer to move the message to the column answer"
     try:
         chat.refuse_lost_calls(messages, location)
-        return chat.render(messages, location, reply_follows=True, tools=tools), None
+        text = chat.render(messages, location, reply_follows=True, tools=tools)
+        return text, None if text else f"chat_template writes nothing at {location}"
     except ConfigError as error:
         if chat.source is None:  # no row could be rendered
             raise

@@ -156,9 +156,14 @@ def _conversation(
     """The tokens of a row's conversation; None, and an entry in `bad`, if it has none to learn."""
     tools, images = rows.values[index].get("tools"), rows.images_of(index)
     try:
-        return LossMaskedTokens(*conversation_tokens(chat, messages, rows.location(index), tools, images, learned_from))
+        made = LossMaskedTokens(*conversation_tokens(chat, messages, rows.location(index), tools, images, learned_from))
     except ConfigError as error:
         bad.add(str(error))
+        return None
+    if not made.can_be_learned:
+        bad.add(f"chat_template writes no token to learn at {rows.location(index)}, or none before it")
+        return None
+    return made
 
 
 def _messages_fault(messages: Any, key: str, location: str) -> str | None:

@@ -227,7 +227,8 @@ class PolicyTrainer(LoopTrainer):
             tools=() if run.environment is None else run.environment.tool_schemas(),
             prompts=None if run.environment is None else run.environment.prompts,
         )
-        self.date = RunDate(context, context.chat_template)
+        with faults_below("data"):
+            self.date = RunDate(context, context.chat_template)
         return context
 
     def load_data(self, run: PPODescription, context: BuildContext) -> None:
