@@ -101,6 +101,7 @@ def test_pairs_taken_apart_are_labelled_responses(tmp_path):
         ({**TEXT, "chosen": 3}, "chosen", 3),
         ({**TEXT, "prompt": 5}, "prompt", 5),
         ({"chosen": "ab", "rejected": "cd"}, "prompt", ""),
+        ({"chosen": "ab", "rejected": "abc"}, "chosen", "ab"),
         ({**TEXT, "prompt": "1\ud800"}, "prompt", "1\ud800"),
         ({**TEXT, "chosen": [assistant("3")]}, "chosen", [assistant("3")]),
         *(({**TEXT, "margin": margin}, "margin", margin) for margin in ("much", None, True, math.nan, math.inf)),

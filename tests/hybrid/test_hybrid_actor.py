@@ -319,6 +319,7 @@ test_what_cannot_be_generated_is_refused_by_name = refused(
     ("attention_mask", "left", lambda loaded, encoded: loaded.generate(**_with_mask(encoded, lambda x: x.flip(1)))),
     ("attention_mask", "shape", lambda loaded, encoded: loaded.generate(**_with_mask(encoded, lambda x: x[:, 1:]))),
     ("input_ids", "[B P]", asked(input_ids="1+2=", attention_mask=None)),
+    ("input_ids", "[B P]", asked(input_ids=torch.ones(1, 0, dtype=torch.int64), attention_mask=None)),
 )
 
 

@@ -263,6 +263,9 @@ def _texts(
     prompt = row.get(options.prompt_key)
     if prompt is None and len(responses) == 2:
         prompt, *responses = common_start(*responses)
+        if not all(responses):
+            key = keys[responses.index(responses[0][:0])]
+            raise refuse(key, row[key], "a response behind the start that both share")
     is_text = isinstance(prompt, str)
     if not prompt or (not is_text and messages_fault(prompt)):
         raise refuse(options.prompt_key, prompt, f"a prompt that is not empty, or {keys[0]} that begins with it")

@@ -135,7 +135,12 @@ def prompt_rows(input_ids: Any, attention_mask: Tensor | None, config: Generatio
     Raises:
         ConfigError: they are not token ids [B P], or not padded on the left.
     """
-    if not isinstance(input_ids, Tensor) or input_ids.ndim != 2 or input_ids.is_floating_point():
+    if (
+        not isinstance(input_ids, Tensor)
+        or input_ids.ndim != 2
+        or input_ids.is_floating_point()
+        or not input_ids.shape[1]
+    ):
         raise ConfigError("input_ids: expected token ids [B P], such as tokenizer(..., return_tensors='pt').")
     ids = input_ids.detach().to("cpu", torch.int64)
     if attention_mask is None:

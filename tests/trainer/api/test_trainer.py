@@ -120,6 +120,14 @@ def test_an_error_ends_the_run_and_is_recorded(dir32):
     assert "no such thing" in summary["error"]
 
 
+def test_a_closed_trainer_says_so(dir32):
+    made = trainer(dir32)
+    made.close()
+    for call in (made.step, made.fit, made.save_checkpoint):
+        with refusal("this"):
+            call()
+
+
 def test_evaluation_is_asked_for_and_needs_rows(dir32):
     with trainer(dir32, eval_dataset=ROWS[:2]) as made:
         assert "eval/accuracy" in made.evaluate()

@@ -338,7 +338,13 @@ class Trainer:
         return TrainLoop(trainer, as_plain(trainer.description))
 
     def _opened(self) -> TrainLoop:
-        """The loop; it may have ended."""
+        """The loop; it may have ended.
+
+        Raises:
+            ConfigError: the trainer is closed.
+        """
+        if self.trainer.cluster is None:
+            raise ConfigError("this trainer is closed. Make another one, and load_checkpoint to go on.")
         self._loop.open()
         return self._loop
 
