@@ -10,6 +10,7 @@ from golden_run import flip_bit, golden_run
 from refusals import refusal
 
 from verl.checkpoint.commit.store import CheckpointStore
+from verl.checkpoint.config import Checkpointing
 from verl.checkpoint.manager import CheckpointManager
 from verl.checkpoint.read.lazy_tensors import device_of
 from verl.errors import CheckpointCorrupt, CheckpointNotFound, ConfigError
@@ -48,6 +49,15 @@ def test_a_directory_is_its_newest_checkpoint_and_lists_all(store):
     assert [one.step for one in manager.list()[0].list()] == [100]
     save(store, 150, 3)
     assert CheckpointManager(store.directory / "latest").step == 150
+
+
+def test_a_path_begins_at_home_as_it_does_for_a_run_and_no_other_level_is_taken(store, monkeypatch):
+    monkeypatch.setenv("HOME", str(store.directory.parent))
+    assert Checkpointing(save_dir="~/checkpoints").directory("any", "other") == store.directory
+    manager = CheckpointManager("~/checkpoints")
+    assert manager.is_valid()
+    with refusal("level", value="hash"):
+        manager.is_valid("hash")  # type: ignore
 
 
 def test_rows_of_the_replay_buffer_are_counted_over_its_shards(store):

@@ -64,6 +64,7 @@ def checked(*words: str, root: str = "ppo"):
         ("rollout.stop_token_ids=[1,2]", [1, 2]),
         ("data.train_files=[a b.jsonl,'q,r.jsonl']", ["a b.jsonl", "q,r.jsonl"]),
         ("data.train_files=[]", []),
+        ("data.train_files=[~/a b.jsonl, ~/c.jsonl]", ["/home/me/a b.jsonl", "/home/me/c.jsonl"]),
         ("resume=null", None),
         ("resume=latest", "latest"),
         ("+resume=runs/a b", "runs/a b"),

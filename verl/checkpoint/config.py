@@ -86,7 +86,8 @@ class Checkpointing(Description):
     writer_timeout_s: PositiveFloat = 600.0
 
     def faults(self) -> Iterator[str]:
-        if self.save_dir is not None and Path(self.save_dir).exists() and not Path(self.save_dir).is_dir():
+        path = Path(self.save_dir or ".").expanduser()
+        if path.exists() and not path.is_dir():
             yield f"save_dir is {self.save_dir!r}: it is not a directory."
         yield from self._cold_faults()
         yield from self._incremental_faults()
@@ -126,7 +127,8 @@ class Checkpointing(Description):
         Args:
             job: name of a sweep's job, so that jobs with different settings do not share a directory.
         """
-        stable = Path(self.save_dir) if self.save_dir is not None else Path("checkpoints") / project / experiment
+        own = self.save_dir
+        stable = Path("checkpoints") / project / experiment if own is None else Path(own).expanduser()
         return (stable / job if job else stable).absolute()
 
     @property

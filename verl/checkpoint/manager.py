@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from verl.checkpoint.core.checkpoint import Checkpoint, loss_points, read_state
 from verl.checkpoint.core.filesystem import FileSystem
@@ -47,7 +47,7 @@ class CheckpointManager:
                 f"path is {path!r}: it is in object storage. Fetch it with `verl checkpoint pull {path} DIR`, and give "
                 "DIR."
             )
-        self.path = Path(path).absolute()
+        self.path = Path(path).expanduser().absolute()
 
     def __repr__(self) -> str:
         return f"CheckpointManager({str(self.path)!r})"
@@ -70,6 +70,8 @@ class CheckpointManager:
         Args:
             level: `quick` checks sizes and headers, `full` hashes every byte.
         """
+        if level not in get_args(Level):
+            raise ConfigError(f"level is {level!r}: expected quick or full.")
         try:
             resolve_path(self.path).open(level)
         except (BadCheckpoint, CheckpointNotFound):

@@ -169,7 +169,9 @@ def _parsed(words: Sequence[str], *, sweeps: bool) -> tuple[list[Override], list
         override = parsed_override(word)
         if override is None and sign:
             text = os.path.expanduser(text)
-            override = parsed_override(f"{key}={QuotedString(text, Quote.single).with_quotes()}")
+            in_list = re.sub(r"(?<=[\[,\s])~(?=/)", lambda _: os.path.expanduser("~"), text)
+            override = parsed_override(f"{key}={in_list}") if text.startswith("[") else None
+            override = override or parsed_override(f"{key}={QuotedString(text, Quote.single).with_quotes()}")
         if override is None or override.key_or_group == "":
             ways = [f"{group}={word}" for group, options in group_options().items() if word in options]
             faults.append(f"{word!r} is not of the form KEY=VALUE.{hint(' or '.join(ways[:3]))}")

@@ -273,7 +273,7 @@ class Trainer:
         """
         loop, saving = self._opened(), self.trainer.saving
         saving.identity = saving.identity or identity_of(as_plain(self.trainer.description), self.trainer.tokenizer)
-        return loop.save(tag, None if save_dir is None else Path(save_dir))
+        return loop.save(tag, None if save_dir is None else Path(save_dir).expanduser())
 
     @component_exits()
     def load_checkpoint(
