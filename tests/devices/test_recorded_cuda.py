@@ -338,14 +338,14 @@ def test_a_graph_is_made_after_torch_gave_back_what_it_keeps_and_a_failure_says_
             raise RuntimeError(fault)
         calls.append(("work",))
 
-    stream = SimpleNamespace(wait_stream=lambda other: None)
-    monkeypatch.setattr(decode, "recording_stream", lambda device: stream)
+    stream = SimpleNamespace(wait_stream=lambda other: None, device=torch.device("cuda:1"))
     for name, stand_in in {
-        "graph_pool_handle": int, "current_device": int, "CUDAGraph": Graph, "current_stream": lambda: stream,
-        "stream": contextlib.nullcontext,
+        "graph_pool_handle": int, "CUDAGraph": Graph, "current_stream": {stream.device: stream}.__getitem__,
+        "stream": contextlib.nullcontext, "Stream": {stream.device: stream}.__getitem__,
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, stand_in)
-    graphs = decode.StepGraphs(decode.GraphMaker())
+    decode.recording_stream.cache_clear()
+    graphs = decode.StepGraphs(decode.GraphMaker(torch.device("cuda:1")))  # the current device is the first
     for _ in range(3):
         graphs.run("shape", work)
     found = [name for (name,) in calls]
@@ -433,9 +433,9 @@ def test_a_snapshot_copies_on_a_stream_of_its_own_after_what_was_asked_for_and_w
     thread.join()
     assert streams == [
         ("device", "cuda:1"), ("register", buffer.num_bytes, 1), ("device", "left"),
-        ("side", "waits for", "event of compute"),
+        ("side", "waits for", "event of compute"), ("device", "cuda:1"),
         ("used on", "side"), ("side", "copies", True), ("used on", "side"), ("side", "copies", True),
-        ("side", "records", "event of side"),
+        ("side", "records", "event of side"), ("device", "left"),
         ("host", "waits for", "event of side"),
     ]  # fmt: skip
     found = torch.frombuffer(memory, dtype=torch.float32, offset=64, count=20)

@@ -171,7 +171,7 @@ MOST_GRAPHS = 256  # at a time: each takes memory of the driver, which no plan c
 
 
 @functools.cache
-def recording_stream(device: int) -> torch.cuda.Stream:
+def recording_stream(device: torch.device) -> torch.cuda.Stream:
     """The stream that graphs are recorded on; one per device, because cuBLAS keeps memory for each stream."""
     return torch.cuda.Stream(device)
 
@@ -179,8 +179,8 @@ def recording_stream(device: int) -> torch.cuda.Stream:
 class GraphMaker:
     """Makes graphs that share memory for intermediate results, so that nothing in it outlives a replay."""
 
-    def __init__(self) -> None:
-        self.pool, self.stream = torch.cuda.graph_pool_handle(), recording_stream(torch.cuda.current_device())
+    def __init__(self, device: torch.device):
+        self.pool, self.stream = torch.cuda.graph_pool_handle(), recording_stream(device)
         self.last: torch.cuda.CUDAGraph | None = None  # keeps the memory for the next graph
 
     def __call__(self, work: Callable[[], None]) -> Callable[[], None]:
@@ -191,14 +191,14 @@ class GraphMaker:
         """
         graph = torch.cuda.CUDAGraph()
         torch.cuda.empty_cache()  # a graph cannot take what torch keeps for other tensors
-        self.stream.wait_stream(torch.cuda.current_stream())
+        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
         with torch.cuda.stream(self.stream):  # other threads may allocate at the same time
             graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
             try:
                 work()
             finally:
                 graph.capture_end()
-        torch.cuda.current_stream().wait_stream(self.stream)
+        torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
         self.last = graph
         return graph.replay
 
@@ -257,7 +257,7 @@ def graph_maker(model: Any, device: torch.device, *, records_experts: bool) -> N
     """
     if device.type != "cuda" or records_experts or getattr(model, "parallel_info", None) is not None:
         return None
-    return GraphMaker()
+    return GraphMaker(device)
 
 
 def key_multiple(device: torch.device) -> int:

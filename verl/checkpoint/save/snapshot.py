@@ -214,7 +214,7 @@ class Snapshot:
         for device, ready in self._ready.items():
             side = torch.cuda.Stream(device)
             side.wait_event(ready)
-            with torch.cuda.stream(side), torch.no_grad():
+            with torch.cuda.device(device), torch.cuda.stream(side), torch.no_grad():  # else device 0 is opened, too
                 for begin, content in self._pieces:
                     if isinstance(content, torch.Tensor) and content.device == device:
                         source = content.contiguous()
