@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import http.server
 import json
 import os
@@ -273,3 +274,20 @@ def test_the_recipe_for_gsm8k_trains_a_local_model_on_a_local_copy_and_goes_on(d
     assert fit("second", "resume=latest").steps == 2
     state = json.loads((tmp_path / "saved/global_step_2/trainer_state.json").read_text())
     assert set(state["identity"]["data.dataset"]) == {"blake3"}
+
+
+def test_a_line_that_is_skipped_moves_no_other_row(tmp_path, context):
+    (tmp_path / "data").mkdir()
+    file = tmp_path / "data" / "train.jsonl"
+    file.write_text('{"question": "1+1="}\n{broken\n{"question": null}\n{"question": "2+2=", "level": 3}\n')
+    rows = HubPrompts(
+        dataset=str(tmp_path), prompt="question", keep_columns=("level",), on_bad_row="skip", as_chat=False
+    )
+    train = rows.build(context).train
+    assert [train[index]["prompt_ids"] for index in range(2)] == [0, 3]
+    assert train[1]["level"] == 3
+    with refusal("dataset[0]", "prompt", value=f"line 3 of {file}", varies=True):
+        dataclasses.replace(rows, on_bad_row="error").build(context)
+    file.write_text('[{"question": "1+1="}]')
+    with refusal("dataset[0]", value="line 1", varies=True):
+        dataclasses.replace(rows, on_bad_row="error").build(context)

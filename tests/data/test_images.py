@@ -350,8 +350,11 @@ def test_text_alone_of_an_image_model_is_rendered_in_parts_and_content_may_be_ab
 
 
 def test_images_of_a_local_data_set_lie_beside_its_files(tmp_path):
-    picture(0).save(tmp_path / "a.png")
-    (tmp_path / "train.jsonl").write_text('{"question": "how many?", "images": ["a.png"], "answer": "3", "other": 1}\n')
+    (tmp_path / "data").mkdir()
+    picture(0).save(tmp_path / "data/a.png")
+    (tmp_path / "data/train.jsonl").write_text(
+        '{"question": "how many?", "images": ["a.png"], "answer": "3", "other": 1}\n'
+    )
     options = {"prompt": "question", "answer": "answer", "keep_columns": (), "max_prompt_length": 2000}
     splits = HubPrompts(dataset=str(tmp_path), **options).build(BuildContext(tokenizer=reader()))
     assert splits.has_images

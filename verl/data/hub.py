@@ -14,7 +14,7 @@ import itertools
 import logging
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -161,44 +161,52 @@ class HubPrompts(PromptRendering):
                 raise ValueError(f"{file} leads out of the directory: copy the file into it")
         return files
 
-    def _local_rows(self, split: str, bad: RowErrors) -> Iterator[Mapping[str, Any]]:
+    def _local_rows(self, split: str, bad: RowErrors) -> Iterator[tuple[int, tuple[str, int], Mapping[str, Any]]]:
+        """Index over all files, counting unusable lines, with location and content of each row."""
+        count = 0
         for file in self._local_files(split):
+            before = len(bad)
             if file.suffix == ".arrow":
                 import pyarrow as pa
 
                 with open(file, "rb") as stream:
-                    yield from map(from_arrow, pa.ipc.open_stream(stream).read_all().to_pylist())
+                    rows = DataRows([from_arrow(row) for row in pa.ipc.open_stream(stream).read_all().to_pylist()])
             else:
-                yield from read_rows([file], bad, "dataset").values
+                rows = read_rows([file], bad, "dataset")
+            for index, row in enumerate(rows.values):
+                number, places = count + rows.number(index), rows.locations
+                yield number, (f"{self.dataset}, split {split}", number) if places is None else places[index], row
+            count += len(rows) + len(bad) - before
 
-    def _hub_rows(self, split: str, commit: str | None) -> Any:
+    def _hub_rows(self, split: str, commit: str | None) -> Iterator[tuple[int, tuple[str, int], Mapping[str, Any]]]:
         import datasets  # type: ignore[import-not-found]
 
-        return datasets.load_dataset(self.dataset, self.name, split=split, revision=commit, streaming=self.streaming)
+        where = {"split": split, "revision": commit, "streaming": self.streaming}
+        for number, row in enumerate(datasets.load_dataset(self.dataset, self.name, **where)):
+            yield number, (f"{self.dataset}, split {split}", number), from_arrow(row)
 
     def _rows(
         self, split: str, setting: str, commit: str | None, max_rows: int | None, is_chat: bool, bad: RowErrors
     ) -> DataRows:
         location = f"{self.dataset}, split {split}"
         try:
-            loaded = self._local_rows(split, bad) if self.is_local else map(from_arrow, self._hub_rows(split, commit))
+            loaded = self._local_rows(split, bad) if self.is_local else self._hub_rows(split, commit)
             rows = list(itertools.islice(loaded, max_rows))
         except Exception as error:
             raise ConfigError(
                 f"{setting} is {split!r}: these rows of dataset {self.dataset!r} cannot be read ({_first_line(error)})."
             ) from error
         if not rows:
+            bad.settle(len(bad))
             raise ConfigError(f"{setting} is {split!r}: dataset {self.dataset!r} has no rows there.")
-        self._refuse_columns(list(rows[0]), location)
-        made: list[tuple[int, dict[str, Any]]] = []
-        for number, row in enumerate(rows):
-            converted = self._converted(row, is_chat)
-            if isinstance(converted, str):
-                bad.add(f"{converted} at row {number} of {location}")
-            else:
-                made.append((number, converted))
-        numbers = [number for number, _ in made]
-        return DataRows([row for _, row in made], [(location, number) for number in numbers], numbers)
+        self._refuse_columns(list(dict.fromkeys(name for *_, row in rows for name in row)), location)
+        found = DataRows([row for *_, row in rows], [place for _, place, _ in rows], [number for number, *_ in rows])
+        values = [self._converted(row, is_chat) for row in found.values]
+        for index, value in enumerate(values):
+            if isinstance(value, str):
+                bad.add(f"{value} at {found.location(index)}")
+        usable = [index for index, value in enumerate(values) if not isinstance(value, str)]
+        return replace(found, values=values).only(usable)
 
     def _refuse_columns(self, present: list[str], location: str) -> None:
         named = {"prompt": self.prompt, "answer": self.answer}
