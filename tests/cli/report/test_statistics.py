@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
+import yaml
+from cli.report.run_files import run_directory
 
-from verl.cli.report.page import interval_over_seeds, paired_bootstrap, student_t
+from verl.cli.report.page import interval_over_seeds, paired_bootstrap, report, student_t
+
+
+def test_runs_that_evaluate_other_prompts_are_not_paired(tmp_path):
+    paired = []
+    for name in ("same.jsonl", "other.jsonl"):
+        runs = [run_directory(tmp_path / f"{name}{size}", group_size=size) for size in (4, 8)]
+        for run, file in zip(runs, ("same.jsonl", name)):
+            config = yaml.safe_load((run / "config.yaml").read_text())
+            (run / "config.yaml").write_text(yaml.safe_dump({**config, "data": {"eval_files": [file]}}))
+        content = json.loads(report(runs).split('type="application/json">')[1].split("</script>")[0])
+        paired.append(content["comparison"]["statistics"][-1])
+    assert [line["interval"] is None for line in paired] == [False, True]
+    assert "other prompts" in paired[1]["why"]
 
 
 def test_the_paired_bootstrap_agrees_with_the_normal_interval_of_the_differences():
