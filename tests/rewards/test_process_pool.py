@@ -366,3 +366,12 @@ def test_a_worker_that_was_stopped_while_it_waited_is_made_anew_and_costs_no_sam
         stop(pid)
     assert list(reward.score_tokens(batch_of(["a" * size] * 3))["score"]) == [size] * 3
     assert not any(map(is_alive, before))
+
+
+def test_a_worker_that_is_made_anew_refuses_a_file_that_was_edited_meanwhile(made, batch, tmp_path):
+    reward = made("def my_reward(prompt, response): return 1.0", num_workers=1)
+    (tmp_path / "reward.py").write_text("def my_reward(prompt, response): return 2.0")
+    assert list(reward.score_tokens(batch)["score"]) == [1.0] * 5
+    os.kill(processes_of(reward)[0], signal.SIGKILL)
+    with pytest.raises(RewardError, match=r"reward\.py:my_reward.* its file was changed during the run\. Restore it"):
+        reward.score_tokens(batch)

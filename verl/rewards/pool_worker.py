@@ -21,7 +21,7 @@ from typing import Any
 
 from verl.errors import RewardError, end_cut, error_text
 from verl.protocol.provenance import source_of
-from verl.protocol.user_function import load_function, own_line, signature_of
+from verl.protocol.user_function import load_function, own_line, signature_of, source_file
 from verl.rewards.deadline import awaited
 from verl.rewards.signatures import with_own_arguments
 from verl.utils.child_process.channel import Channel, ChannelClosed
@@ -35,6 +35,7 @@ class PoolSettings:
 
     Attributes:
         preloaded: modules to import before the first sample.
+        digest: of the file of the function when the pool was made.
         trace: open file that a worker writes its stack trace to when the driver asks for it (SIGUSR2).
     """
 
@@ -42,6 +43,7 @@ class PoolSettings:
     kwargs: Mapping[str, Any]
     preloaded: tuple[str, ...]
     whole_batch: bool
+    digest: str
     trace: int
 
 
@@ -54,6 +56,10 @@ def serve(channel: Channel, setting: PoolSettings, progress: Progress) -> None:
 
 def _serve(channel: Channel, setting: PoolSettings, progress: Progress) -> None:
     try:
+        if file_digest(setting.path) != setting.digest:
+            raise RewardError(
+                "its file was changed during the run. Restore it, or resume the run to score by the new one"
+            )
         function = with_own_arguments(load_function(setting.path), dict(setting.kwargs), not setting.whole_batch)
         for name in setting.preloaded:
             importlib.import_module(name)
@@ -70,6 +76,12 @@ def _serve(channel: Channel, setting: PoolSettings, progress: Progress) -> None:
         answer = _score(function, message, kwargs, setting.whole_batch)
         progress.advance("waiting for a sample")
         channel.send(answer)
+
+
+def file_digest(path: str) -> str:
+    """Digest of the file of a function by its path; empty if the file is unknown."""
+    file, _ = source_file(path.rpartition(":")[0])
+    return "" if file is None else hashlib.blake2b(file.read_bytes()).hexdigest()
 
 
 def _score(

@@ -38,7 +38,7 @@ from verl.rewards.base import (
     reward_error,
     texts_of,
 )
-from verl.rewards.pool_worker import PoolSettings
+from verl.rewards.pool_worker import PoolSettings, file_digest
 from verl.utils.child_process.channel import ChannelClosed
 from verl.utils.child_process.pool import PoolClosed, PooledChild, ProcessPool, StartFailed
 from verl.utils.child_process.process import ChildProcess
@@ -96,7 +96,7 @@ class FunctionPool:
         module, _, name = path.rpartition(":")
         if module.endswith(".py"):  # the processes start in another working directory
             path = f"{os.path.abspath(module)}:{name}"
-        setting = PoolSettings(path, dict(kwargs), tuple(preloaded), whole_batch, trace=-1)
+        setting = PoolSettings(path, dict(kwargs), tuple(preloaded), whole_batch, file_digest(path), trace=-1)
         self._processes = ProcessPool(lambda: _Worker(self.path, setting, timeout_s), num_workers, starters=num_workers)
         try:
             with contextlib.ExitStack() as all_of_them:
