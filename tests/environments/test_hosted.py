@@ -15,6 +15,7 @@ from cluster.processes_of import wait_until_gone
 
 from verl.compose.compose import compose_root
 from verl.compose.validate import refuse_here, validate
+from verl.environments.base import InfraError
 from verl.environments.hosted import FunctionEnvironment, PythonTools
 from verl.environments.hosts.host_main import HostedAction, located
 from verl.environments.hosts.host_process import PROGRAMS
@@ -269,3 +270,22 @@ def test_whatever_the_model_answers_has_a_score_in_environments_of_packages():
         assert world.step(HostedAction("9" * 5000))[1] == 0.0
     assert task.step(HostedAction("seven"))[1] == 0.0
     assert task.step(HostedAction(task.entry["answer"]))[1] == 1.0
+
+
+@pytest.mark.slow
+def test_a_process_that_is_started_anew_refuses_a_file_that_was_edited_meanwhile(tmp_path):
+    file = tmp_path / "world.py"
+    file.write_text("class World:\n    def reset(self, row, seed): pass\n    def step(self, action): pass\n")
+
+    async def play():
+        pool = FunctionEnvironment(path=f"{file}:World").factory(None)
+        await pool.start()
+        try:
+            await pool.release(await pool.own_host())
+            file.write_text(file.read_text() + "# edited\n")
+            with pytest.raises(InfraError, match=r"world\.py was changed during the run\. Restore it"):
+                await pool.own_host()
+        finally:
+            await pool.stop()
+
+    asyncio.run(play())

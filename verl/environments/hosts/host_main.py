@@ -397,14 +397,15 @@ def opened(options) -> Any:
             {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
             for tool in functions.values()
         ]
-        return functions, {"value": schemas, "recovery": recovery_of(module)}
+        return functions, {"value": schemas, "recovery": recovery_of(module), "file": module.__file__}
     kind = checked_class(options["path"], arguments)
     if options.get("try"):  # as the first episode would, but before the weights of a run are loaded
         environment = kind(**arguments)
         if options["try"] == "reset":
             environment.reset({"prompt_text": "", "prompt_id": 0, "index": 0}, 0)
     described = kind.describe(options["describe"], **arguments) if "describe" in options else None
-    return kind, {"value": described, "recovery": recovery_of(kind)}
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    return kind, {"value": described, "recovery": recovery_of(kind), "file": file}
 
 
 def serve():

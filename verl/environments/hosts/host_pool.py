@@ -49,11 +49,16 @@ class HostPool(EnvironmentFactory):
         self.options = options
         self.recovery: Recovery = options.recovery
         self._alone, self._num_alone = set[Host](), asyncio.Semaphore(MAX_ALONE)
+        self._digest: str | None = None  # of the file of the environment at the start
+
+    def _new_host(self, is_alone: bool = False) -> Host:
+        return self.options.host(is_alone, self._digest)
 
     async def start(self) -> None:
         self._taking = asyncio.Lock()  # so that one thread at a time waits for a process
-        self._hosts = ProcessPool(self.options.host, self.options.num_processes, max_loans=None)
+        self._hosts = ProcessPool(self._new_host, self.options.num_processes, max_loans=None)
         host = await self.host()
+        self._digest = host.digest
         self.described, self.recovery = host.described, self.options.recovery_of(host.recovery)
         await self.release(host)
 
@@ -69,7 +74,7 @@ class HostPool(EnvironmentFactory):
         await self._num_alone.acquire()
         host = None
         try:
-            host = self.options.host(is_alone=True)
+            host = self._new_host(is_alone=True)
             self._alone.add(host)
             await asyncio.to_thread(host.await_ready)
         except BaseException:
@@ -198,9 +203,10 @@ class HostedDescription(EnvironmentDescription):
         """The first message to a host."""
         raise NotImplementedError
 
-    def host(self, is_alone: bool = False, **options: Any) -> Host:
-        """Start a process of the environment; the caller has to `kill` it."""
-        return Host({**self.host_options(), **options}, self.python or sys.executable, self.reset_timeout_s, is_alone)
+    def host(self, is_alone: bool = False, digest: str | None = None, **options: Any) -> Host:
+        """Start a process of the environment, whose file must have the digest; the caller has to `kill` it."""
+        message, python = {**self.host_options(), **options}, self.python or sys.executable
+        return Host(message, python, self.reset_timeout_s, is_alone, digest)
 
     def factory(self, context: BuildContext) -> EnvironmentFactory:
         return HostPool(self)

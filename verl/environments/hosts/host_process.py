@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import itertools
 import logging
 import os
@@ -38,16 +39,20 @@ class Host(PooledChild):
         python: the interpreter.
         start_s: timeout of its start.
         is_alone: whether it is for one episode only.
+        digest: that the file must have; None for any.
     Attributes:
         hung: number of calls past their deadline, whose threads may still run.
         environments: number of environments in it.
         recovery: declared by the class or the file of tools; see `verl.environments.base.Environment`.
         described: value of its first reply.
+        digest: of the file of its environment, which it has just loaded; empty for none.
     Raises:
         InfraError: the interpreter cannot be started.
     """
 
-    def __init__(self, options: Mapping[str, Any], python: str, start_s: float, is_alone: bool = False):
+    def __init__(
+        self, options: Mapping[str, Any], python: str, start_s: float, is_alone: bool = False, digest: str | None = None
+    ):
         output, output_writer = os.pipe()
         try:
             child = CommandProcess([python, str(PROGRAMS / "host_main.py")], output_writer, MAX_REPLY)
@@ -57,7 +62,7 @@ class Host(PooledChild):
         finally:
             os.close(output_writer)
         super().__init__(child, start_s)
-        self.is_alone = is_alone
+        self.is_alone, self._digest, self.digest = is_alone, digest, ""
         self.hung = self.environments = 0
         self.recovery: Any = None
         self.described: Any = None
@@ -87,6 +92,10 @@ class Host(PooledChild):
             setting = " (environment.reset_timeout_s)" if isinstance(error.__cause__, TimeoutError) else ""
             raise InfraError(f"it has not started: {error}{setting}{self._last_output()}") from error
         self.recovery, self.described = reply.get("recovery"), _value(reply)
+        if (file := reply.get("file")) is not None:
+            self.digest = hashlib.blake2b(Path(file).read_bytes()).hexdigest()
+        if self._digest not in (None, self.digest):
+            raise InfraError(f"{file} was changed during the run. Restore it, or resume the run to play by the new one")
         threading.Thread(target=self._read, name="environment replies", daemon=True).start()
 
     async def request(self, op: str, caller: str | None = None, *, limit_s: float, **fields: Any) -> Any:
