@@ -45,6 +45,8 @@ def test_environments_of_another_process_say_themselves_how_their_state_is_resto
     assert [found(number) for number in range(3)] == ["restart", "stateless", "deterministic"]
     assert found(0, recovery="stateless") == "stateless"
     assert asyncio.run(made(PythonTools(path=f"{tmp_path}/world1.py"))) == "stateless"
+    with pytest.raises(ConfigError, match="All its public functions are tools: name none"):
+        PythonTools(path=f"{tmp_path}/world1.py:tool")
     with pytest.raises(ConfigError, match="recovery is deterministic, and the attribute .* is stateless"):
         found(1, recovery="deterministic")
     with pytest.raises(ConfigError, match="recovery of its class is 'always': expected stateless, deterministic, res"):

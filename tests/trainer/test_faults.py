@@ -78,6 +78,8 @@ REFUSED = [  # what is blamed, the value, and a run with that fault; then runs t
     *(("algorithm.mini_batches", given, halves(given), halves(fit)) for given, fit in ((4, 3), (7, 6), (100, 6))),
     ("algorithm.replay_max_staleness", 5, {"algorithm": reusing(5), **REPLAY}, {"algorithm": reusing(6), **REPLAY}),
     ("algorithm.replay_fraction", 0.5, {"algorithm": reusing(6)}, {"algorithm": reusing(5, replay_fraction=0.0)}),
+    ("algorithm.replay_fraction", 0.05, {"algorithm": reusing(6, replay_fraction=0.05), **REPLAY},
+     {"algorithm": reusing(6, replay_fraction=0.2), **REPLAY}),
     ("algorithm.replay_max_staleness", 17, {"algorithm": reusing(17, proximal="behaviour"), **AHEAD},
      {"algorithm": reusing(18, proximal="behaviour"), **AHEAD}, {"algorithm": reusing(None), **REPLAY}),
     ("critic", None, {"critic": None}, {"critic": None, "algorithm": GRPO_ALGORITHM}),

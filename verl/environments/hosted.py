@@ -248,6 +248,10 @@ class PythonTools(HostedDescription):
     path: str
     suffix: str = "\n"
 
+    def faults(self) -> Iterator[str]:
+        if ":" in Path(self.path).name:
+            yield f"path is {self.path!r}: expected file.py or module. All its public functions are tools: name none."
+
     def machine_faults(self) -> Iterator[str]:
         yield from super().machine_faults()
         if self.path.endswith(".py") and not Path(self.path).is_file():

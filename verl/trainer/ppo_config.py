@@ -200,6 +200,14 @@ def _replay_faults(run: Any) -> Iterator[str]:
             f"algorithm.replay_fraction is {run.algorithm.replay_fraction}: there is no replay buffer to take old rows "
             "from. Set replay=tiered, or algorithm.replay_fraction=0."
         )
+    share, rows = run.algorithm.replay_fraction, run.trainer.prompts_per_step * run.trainer.group_size
+    count, least = round(rows * share / (1 - share)), run.trainer.group_size if run.algorithm.needs_groups else 1
+    if share and count < least:
+        yield (
+            f"algorithm.replay_fraction is {share}: with the {rows} responses of a step that is {count} old rows, "
+            f"fewer than the least that are taken, {least}, so that none is ever reused. Raise it, or "
+            "trainer.prompts_per_step."
+        )
     limit, updates = run.algorithm.replay_max_staleness, run.updates_per_step
     ahead = (run.trainer.staleness or 0) if run.rollout.weight_update == "drain" else 0
     youngest = updates * (1 + ahead)  # of the step before
