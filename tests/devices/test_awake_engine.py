@@ -9,15 +9,19 @@ import numpy as np
 import pytest
 import torch
 from cases import exhaustive
+from trainer.runs import GRPO_ALGORITHM, ppo_run
 
+from verl.cluster.local_worker_group import InlineWorkerGroup
 from verl.component import BuildContext
 from verl.compose.compose import compose_root
 from verl.compose.validate import validate
 from verl.errors import WeightSyncError
+from verl.rollout import hf
 from verl.rollout.hf import HFRollout
 from verl.rollout.proof.probe import ALLOWED_NATS
 from verl.rollout.proof.verifier import SyncVerifier, VerifyReply
 from verl.rollout.vllm.gpu_memory import CONTEXT_BYTES, NCCL_BYTES
+from verl.trainer import build
 from verl.trainer.plan import run_plan
 from verl.trainer.plan.memory import memory_plan
 from verl.trainer.plan.run_plan import log_plan
@@ -103,6 +107,38 @@ def test_a_process_whose_engine_stays_awake_keeps_what_torch_has_allocated(is_ke
         assert calls[-1:] == ["emptied"]
     finally:
         memory.keep_cached(False)
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_hf_that_keeps_its_keys_keeps_what_torch_has_allocated_unless_others_share_the_device(is_kept, monkeypatch):
+    kept = []
+    monkeypatch.setattr(hf, "keep_cached", kept.append)
+    monkeypatch.setattr(hf, "compute_device", lambda model: torch.device("cuda:0"))
+    monkeypatch.setattr(hf, "HFEngine", lambda *_: None)
+    for sleep, shares in ((not is_kept, False), (False, not is_kept)):
+        HFRollout(sleep=sleep).attach(None, None, 0, None, BuildContext(shares_device=shares))
+    assert kept == [is_kept, is_kept]
+
+
+class Started(Exception):
+    pass
+
+
+def test_a_rollout_worker_that_is_placed_nowhere_shares_the_device_with_the_actor(model32, tmp_path, monkeypatch):
+    shares = []
+
+    def start(*given, **_):
+        shares.extend(part.shares_device for part in given if isinstance(part, BuildContext))
+        if len(shares) == 2:
+            raise Started
+        return InlineWorkerGroup(*given)
+
+    monkeypatch.setattr(build, "LocalWorkerGroup", start)
+    monkeypatch.setattr(build, "start_cluster", lambda host, settings, context: start(host, context))
+    run = ppo_run(model32, replace(GRPO_ALGORITHM, proximal="behaviour"), mode="async", max_staleness=1)
+    with pytest.raises(Started):
+        run.build(BuildContext(run_dir=tmp_path))
+    assert shares == [True, True]
 
 
 def test_where_it_does_not_fit_the_start_says_so(monkeypatch, tmp_path, caplog):

@@ -66,6 +66,7 @@ from verl.rollout.hf_rows import (
 )
 from verl.rollout.rows import assemble_turns, left_padded, media_fields
 from verl.rollout.token_sampler import NOISE_TOKENS, TokenSampler, greedy_rows, noise_keys
+from verl.utils.memory import keep_cached
 from verl.utils.progress import report
 
 log = logging.getLogger(__name__)
@@ -100,6 +101,7 @@ class HFRollout(Rollout):
     def attach(
         self, model: Any, tokenizer: Any, seed: int, autocast: Autocast = None, context: BuildContext = ALONE
     ) -> HFEngine:
+        keep_cached(compute_device(model).type == "cuda" and not self.sleep and not context.shares_device)
         return HFEngine(self, model, tokenizer, seed, autocast)
 
 
@@ -367,9 +369,7 @@ class HFTurns(TurnQueue):
         self._step = self._first_noise = self._next_limit = 0  # numbers of steps
         self._noise = torch.zeros(0)
         self._greedy: Tensor | bool = False
-        self._is_over = torch.zeros(
-            0, dtype=torch.bool
-        )  # [b] has sampled a stop token, and stays in the batch until `_end`
+        self._is_over = torch.zeros(0, dtype=torch.bool)  # [b] has sampled a stop token, and stays until `_end`
 
     @property
     def num_pending(self) -> int:

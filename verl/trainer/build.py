@@ -340,7 +340,8 @@ class PolicyTrainer(LoopTrainer):
         # without checkpoints the directory has no owner, and episodes are never resumed
         journal_dir = None if run.checkpoint is None else Path(self.saving.directory) / "episode_journal"
         row_tokens = None if most is None else most + run.response_tokens
-        context = replace(context, row_tokens=row_tokens, journal_dir=journal_dir)
+        shares = worker is not None and host.rollout_worker is None  # it is on the first GPU, as the actor
+        context = replace(context, row_tokens=row_tokens, journal_dir=journal_dir, shares_device=shares)
         self.cluster = start_cluster(host, run.trainer, context)
         roles = role_handles(self.cluster, host)
         self.actor, self.critic, self.reference = roles["actor"], roles.get("critic"), roles.get("reference")
@@ -374,8 +375,7 @@ class PolicyTrainer(LoopTrainer):
 
     def _divide_threads(self, run: PPODescription) -> None:
         """Leave half of the threads to the rollout worker on the same cores, until `close`."""
-        threads = torch.get_num_threads()
-        if run.has_rollout_worker and run.trainer.staleness and 2 * threads > num_cores():
+        if run.has_rollout_worker and run.trainer.staleness and 2 * (threads := torch.get_num_threads()) > num_cores():
             torch.set_num_threads(max(1, threads // 2))
             self._divided_threads = threads
 
