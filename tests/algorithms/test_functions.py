@@ -65,6 +65,13 @@ def failing(log_probs, batch):
 def of_my_column(batch):
     return torch.tensor([float(x) for x in batch.non_tensor_batch["weight"]])
 
+def in_place(log_probs, batch):
+    batch["old_log_probs"].zero_()
+    return -log_probs * batch.pop("advantages")
+
+def same_name(log_probs, batch):
+    return log_probs, {"loss": log_probs}
+
 def centred_in_place(batch):
     rewards = batch["token_level_rewards"]
     rewards -= rewards.mean()
@@ -113,6 +120,9 @@ def test_an_advantage_function_gives_advantages_of_responses_or_tokens_and_retur
     assert torch.equal(both["advantages"], torch.where(mask, rows["token_level_rewards"] + 1, 0.0))
     assert torch.equal(both["returns"], 2 * both["advantages"])
     AdvantageFunction(path="my.py:centred_in_place")(rows)
+    x = dict(batch().batch)
+    function("in_place")(x["log_probs"], x)
+    assert torch.equal(x["old_log_probs"], batch()["old_log_probs"])
     assert torch.equal(rows["token_level_rewards"], batch()["token_level_rewards"])
 
 
@@ -182,6 +192,7 @@ def test_the_command_line_takes_a_path_in_place_of_a_component():
         ("policy_loss={path: my.py:scalar}", ".path", "my.py:scalar"),
         ("policy_loss={path: my.py:detached}", ".path", "my.py:detached"),
         ("policy_loss={path: my.py:failing}", ".path", "AttributeError"),
+        ("policy_loss={path: my.py:same_name}", ".path", "my.py:same_name"),
         ("advantage={path: my.py:advantage}", ".path", "epsilon"),
     ],
 )

@@ -9,9 +9,9 @@ from trainer.runs import JSONL, Arbitrary, Echo, ppo_run, read_lines
 from verl.component import BuildContext
 from verl.models.pretrained import Pretrained
 from verl.protocol import DataProto
-from verl.rewards.function import RewardFunction
+from verl.rewards.function import CallableReward, RewardFunction
 from verl.rewards.rules import ExactMatch, Overlong
-from verl.rewards.weighted_sum import WeightedSum
+from verl.rewards.weighted_sum import SumOfRewards, WeightedSum
 
 
 @pytest.fixture
@@ -33,6 +33,13 @@ def test_the_score_is_the_weighted_sum_and_each_part_is_kept_before_its_weight(b
     assert list(scored["reward/overlong"]) == [0, -0.5, -1]
     assert scored["token_level_scores"].tolist() == [[2, 0, 0], [0, -0.25, 0], [0, 0, 1.5]]
     assert len(reward.score_tokens(batch[[]])) == 0
+
+
+def test_a_part_of_weight_0_gives_no_response_a_reward(batch):
+    some = CallableReward(lambda prompts, responses: [None, 1.0, 2.0])
+    sums = SumOfRewards({"some": some, "overlong": PARTS["overlong"]}, {"some": 1.0, "overlong": 0.0})
+    assert list(sums.score_tokens(batch)["score"]) == [None, 1.0, 2.0]
+    assert list(SumOfRewards(sums.parts, {"some": 1.0, "overlong": 0.5}).score_tokens(batch)["score"]) == [0, 0.75, 1.5]
 
 
 def test_sums_may_hold_sums(batch):

@@ -37,6 +37,7 @@ from verl.utils.signals import RAISED_BY_CODE
 ROWS, TOKENS = 4, 6  # of the batch that `state_fault` tries; rows of two prompts
 _OURS = ("verl.", "pydantic", "builtins")
 _METHODS = ("state_dict", "load_state_dict")
+TAKEN = {"loss", "grad_norm", "lr", "kl_loss", "entropy"}  # metrics `actor/NAME` of every run
 
 
 class FunctionFailed(VerlError, RuntimeError):
@@ -150,11 +151,15 @@ class LossFunction(FunctionPart, PolicyLoss):
     arguments: ClassVar[tuple[str, ...]] = ("log_probs", "batch")
 
     def __call__(self, log_probs: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        mask, result = batch["response_mask"], self._call(log_probs=log_probs, batch=batch)
+        given = {name: x.clone() for name, x in batch.items()}  # which it may change
+        mask, result = batch["response_mask"], self._call(log_probs=log_probs, batch=given)
         loss, stats = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
         for value in (loss, *(stats.values() if isinstance(stats, dict) else [stats])):
             if not isinstance(value, Tensor) or value.shape != mask.shape:
                 self._refuse(value, f"a loss, and statistics in a dict, of shape {list(mask.shape)}")
+        if taken := sorted(TAKEN & stats.keys()):
+            why = f"the function returned a statistic {taken[0]!r}, a metric of every update. Choose another name"
+            raise ConfigError(f"{self.where}.path is {self.path!r}: {why}.")
         assert isinstance(loss, Tensor)  # which the loop has checked
         if log_probs.requires_grad and not loss.requires_grad and batch["advantages"].any():
             self._refuse(loss, "a loss with a gradient: compute it from log_probs, without detach() or item()")

@@ -17,7 +17,8 @@ from verl.rewards.base import TAKEN, Reward, RewardDescription, RewardResult, in
 
 @component
 class WeightedSum(RewardDescription):
-    """score = sum over parts of weight * score of the part; a part without a reward for a response counts 0.
+    """score = sum over parts of weight * score of the part; a part without a reward for a response counts 0, and a
+    response without a reward of any part whose weight is not 0 has none.
 
     The score of each part, before its weight, is the metric `reward/NAME` and a column of the sample tables.
 
@@ -82,8 +83,10 @@ class SumOfRewards(Reward):
             parts[name] = result.scores
             parts |= {f"{name}_{inner}": values for inner, values in result.parts.items()}
             columns |= {f"{name}_{inner}": values for inner, values in result.columns.items()}
-        is_scored = np.any([~np.isnan(result.scores) for result in results.values()], axis=0)
-        is_none, tokens = all(result.nan_is_none for result in results.values()), self._token_scores(results, batch)
+        counted = [result for name, result in results.items() if self.weights[name]] or list(results.values())
+        is_scored = np.any([~np.isnan(result.scores) for result in counted], axis=0)
+        is_none = all(result.nan_is_none or not np.isnan(result.scores).any() for result in results.values())
+        tokens = self._token_scores(results, batch)
         return RewardResult(np.where(is_scored, total, np.nan), parts, columns, tokens, nan_is_none=is_none)
 
     def _token_scores(self, results: Mapping[str, RewardResult], batch: DataProto) -> torch.Tensor | None:
