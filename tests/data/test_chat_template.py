@@ -63,6 +63,8 @@ def test_a_completion_of_messages_is_rendered_with_its_prompt_and_its_assistant_
     whole = conversations([*before, USER, {**ANSWER, "content": "3"}], **config)
     assert torch.equal(dataset[0]["input_ids"], whole[0]["input_ids"])
     assert learned(dataset) == "3<eos>"
+    as_text = {"prompt": json.dumps([*before, USER]), "completion": json.dumps(after[1:])}
+    assert torch.equal(SFTDataset.from_rows([as_text], TOKENIZER, config)[0]["input_ids"], dataset[0]["input_ids"])
     with refusal("completion", value="row 0"):
         SFTDataset.from_rows([{"prompt": "1+1=", "completion": after[1:]}], TOKENIZER)
     with refusal("messages", value="row 0"):

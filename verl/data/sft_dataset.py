@@ -81,9 +81,10 @@ def from_prompts(
     found = dict[int, LossMaskedTokens | None]()  # None: a text, which is tokenised with the others
     for index in (index for index, prompt in enumerate(prompts) if prompt):
         prompt, completion = rows.values[index][prompt_key], rows.values[index].get(key)
+        if isinstance(completion, list) or not isinstance(prompt, str):
+            completion = as_chat(completion)
         messages = chat.messages_of(prompt) if isinstance(completion, list) else None
         if messages is not None:
-            completion = as_chat(completion)
             if fault := _messages_fault(completion, key, rows.location(index)):
                 bad.add(fault)
             elif conversation := _conversation(chat, [*messages, *completion], rows, index, bad, len(messages)):
