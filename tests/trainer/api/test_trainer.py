@@ -24,6 +24,7 @@ from verl.models.pretrained import Pretrained
 from verl.rewards.normalization import RewardNormalization
 from verl.rewards.reward_model import RewardModel
 from verl.rewards.rules import ExactMatch
+from verl.trainer.api.from_objects import data_from_object
 from verl.trainer.api.trainer import Trainer
 
 ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(3)]
@@ -256,6 +257,12 @@ def test_other_weights_or_rows_of_the_same_form_are_another_training(dir32):
     ):
         with trainer(**{"tokenizer": tokenizer, **arguments}) as other, refusal(*paths, "path"):
             other.load_checkpoint(saved)
+
+
+def test_rows_with_other_images_are_other_rows():
+    image = pytest.importorskip("PIL.Image")
+    images = [*(image.new("RGB", (2, 2), color) for color in ("red", "blue")), Path("a.png"), Path("b.png")]
+    assert len({data_from_object([{"prompt": "1", "images": [x]}]).rows_digest for x in images}) == 4
 
 
 def test_statistics_of_scores_are_not_those_of_another_function_of_the_same_name(dir32):

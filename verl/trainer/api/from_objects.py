@@ -385,10 +385,12 @@ def _digest(items: Iterable[Any]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Tensors and arrays as lists; dates, decimals and bytes as texts; other objects by their class only."""
+    """Tensors and arrays as lists, images as digests, dates, decimals, bytes and paths as texts, others as classes."""
     if hasattr(value, "tolist"):
         return value.tolist()
-    return str(value) if isinstance(value, (date, time, Decimal, bytes)) else type(value).__name__
+    if hasattr(value, "tobytes"):
+        return f"{getattr(value, 'size', '')} {blake3(value.tobytes()).hexdigest()}"
+    return str(value) if isinstance(value, (date, time, Decimal, bytes, Path)) else type(value).__name__
 
 
 def _weights_digest(module: Any) -> str:
