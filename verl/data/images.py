@@ -302,7 +302,9 @@ def _extracted(prompt: Any, given: list[Any]) -> tuple[list[Any], list[Any]]:
         parts = []
         for part in _parts(message):
             if _is_image(part):
-                named = [part[name] for name in ("image", "url", "path", "image_url", "bytes") if part.get(name)]
+                named = [
+                    part[name] for name in ("image", "url", "path", "image_url", "bytes") if part.get(name) is not None
+                ]
                 images.append(named[0] if named else next(following, None))
             elif not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
                 kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__

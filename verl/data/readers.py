@@ -86,7 +86,8 @@ class DataRows:
         """Rows in memory, such as a list or a `datasets.Dataset`."""
         if isinstance(rows, DataRows):
             return rows
-        values = [from_arrow(row) for row in rows] if hasattr(rows, "features") else list(rows)
+        each = rows if hasattr(rows, "__iter__") else map(rows.__getitem__, range(len(rows)))  # a data set of torch
+        values = [from_arrow(row) for row in rows] if hasattr(rows, "features") else list(each)
         if (other := next((row for row in values if not isinstance(row, Mapping)), None)) is not None:
             raise ConfigError(
                 f"rows is a {type(rows).__name__} of {type(other).__name__}: expected a list of mappings of columns, "

@@ -84,10 +84,11 @@ class RLHFDataset:
         """
         options = config if isinstance(config, PromptOptions) else read_options(PromptOptions, config)
         bad = RowErrors(options.on_bad_row) if bad is None else bad
+        rows = DataRows.of(rows)
         if not len(rows) and not len(bad):
             raise ConfigError("rows is []: the data set is empty.")
         dataset = cls.__new__(cls)
-        dataset._prepare(DataRows.of(rows), tokenizer, options, bad, tuple(tools))
+        dataset._prepare(rows, tokenizer, options, bad, tuple(tools))
         return dataset
 
     def _prepare(

@@ -81,8 +81,7 @@ def from_prompts(
     found = dict[int, LossMaskedTokens | None]()  # None: a text, which is tokenised with the others
     for index in (index for index, prompt in enumerate(prompts) if prompt):
         prompt, completion = rows.values[index][prompt_key], rows.values[index].get(key)
-        if isinstance(completion, list) or not isinstance(prompt, str):
-            completion = as_chat(completion)
+        completion: Any = completion if isinstance(prompt, str) and isinstance(completion, str) else as_chat(completion)
         messages = chat.messages_of(prompt) if isinstance(completion, list) else None
         if messages is not None:
             if fault := _messages_fault(completion, key, rows.location(index)):
@@ -218,10 +217,11 @@ class SFTDataset:
         """Make a data set from rows in memory, each a mapping of columns; `bad` has the unusable rows found before."""
         options = config if isinstance(config, SFTOptions) else read_options(SFTOptions, config)
         bad = RowErrors(options.on_bad_row) if bad is None else bad
+        rows = DataRows.of(rows)
         if not len(rows) and not len(bad):
             raise ConfigError("rows is []: the data set is empty.")
         dataset = cls.__new__(cls)
-        dataset._prepare(DataRows.of(rows), tokenizer, options, bad)
+        dataset._prepare(rows, tokenizer, options, bad)
         return dataset
 
     def _prepare(self, rows: DataRows, tokenizer: Any, options: SFTOptions, bad: RowErrors):

@@ -7,6 +7,7 @@ import json
 import shutil
 import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -259,10 +260,27 @@ def test_other_weights_or_rows_of_the_same_form_are_another_training(dir32):
             other.load_checkpoint(saved)
 
 
+class Endless:  # as a data set of torch, which need not raise IndexError
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> dict[str, str]:
+        return {"prompt": f"{index}+1="}
+
+
+def test_rows_may_be_a_data_set_of_torch(dir32):
+    rows: Any = Endless()
+    with trainer(
+        dir32, train_dataset=rows, eval_dataset=rows, reward_model=lambda prompts, responses: [0.0] * len(prompts)
+    ) as made:
+        assert len(made.trainer.train_data) == 3
+
+
 def test_rows_with_other_images_are_other_rows():
     image = pytest.importorskip("PIL.Image")
     images = [*(image.new("RGB", (2, 2), color) for color in ("red", "blue")), Path("a.png"), Path("b.png")]
-    assert len({data_from_object([{"prompt": "1", "images": [x]}]).rows_digest for x in images}) == 4
+    made: list[Any] = [data_from_object([{"prompt": "1", "images": [x]}]) for x in images]
+    assert len({source.rows_digest for source in made}) == 4
 
 
 def test_statistics_of_scores_are_not_those_of_another_function_of_the_same_name(dir32):

@@ -369,7 +369,8 @@ def data_from_object(train: Any, held_out: Any = None, options: PromptOptions | 
         raise ConfigError(f"train_dataset is a {type(train).__name__}: expected rows, an RLHFDataset, or a file.")
     rows = None if eval_files is not None else held_out
     counts = {"num_rows": len(train), "num_eval_rows": 0 if rows is None else len(rows)}
-    passed: list[Any] = [train, rows or ()]
+    both: tuple[Any, ...] = (train, () if rows is None else rows)
+    passed = (x if hasattr(x, "__iter__") else map(x.__getitem__, range(len(x))) for x in both)
     prompts = PromptsObject(
         rows_digest=_digest(itertools.chain(*passed)), eval_files=eval_files or (), **counts, **settings
     )
