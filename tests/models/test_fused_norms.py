@@ -72,8 +72,8 @@ def test_a_model_gives_the_same_logits_and_copies_of_it_are_like_it(tmp_path):
     assert fuse_rms_norms(fused) == fuse_rms_norms(copy.deepcopy(plain))  # a class for both models
     assert finding_for(fused) == finding_for(plain)
     assert all(isinstance(layer.self_attn.q_norm, Qwen3RMSNorm) for layer in fused.model.layers)
-    ids = torch.arange(4, 24)[None]
-    wanted = plain(input_ids=ids).logits
+    wanted = plain(input_ids=(ids := torch.arange(4, 24)[None])).logits
     for model in (fused, copy.deepcopy(fused)):
         torch.testing.assert_close(model(input_ids=ids).logits, wanted, rtol=1e-4, atol=1e-5)
     assert fused.state_dict().keys() == plain.state_dict().keys()
+    assert torch.equal(fused.double()(input_ids=ids).logits, plain.double()(input_ids=ids).logits)  # as the modules

@@ -63,7 +63,7 @@ def _equals_kernel(module: Any) -> bool:
 @functools.cache  # one for all models of a process: programs of torch.compile are for a class
 def _fused(kind: type) -> type:
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
-        if (weight := self.weight).dtype != hidden_states.dtype:  # for which there is no kernel
+        if (weight := self.weight).dtype != hidden_states.dtype or weight.dtype == torch.float64:  # computed in float32
             return kind.forward(self, hidden_states)  # type: ignore[attr-defined]
         return F.rms_norm(hidden_states, weight.shape, weight, _epsilon(self))
 
