@@ -51,6 +51,9 @@ class ScheduledEvent:
     number: int
     open_rows: int
 
+    def __str__(self) -> str:
+        return f"{self.event} {self.number} before engine step {self.engine_step} with {self.open_rows} open rows"
+
 
 @dataclass(frozen=True)
 class ScheduleOptions:
@@ -128,8 +131,7 @@ class Schedule:
                     "a replay may leave saves out, and adds none. Set checkpoint=off, or checkpoint.save_interval back."
                 )
             raise RolloutError(
-                f"trainer.replay_schedule: event {self._num_events + 1} is {_text(expected)} there and {_text(event)} "
-                f"here: {why}"
+                f"trainer.replay_schedule: event {self._num_events + 1} is {expected} there and {event} here: {why}"
             )
         self._num_events += 1
         self._write(json.dumps(asdict(event)))
@@ -187,7 +189,7 @@ def read_lines(lines: Sequence[str]) -> tuple[list[dict[str, Any]], list[Schedul
                 continue
             event, last = checked_as(ScheduledEvent, line), events[-1].engine_step if events else 0
             if not last <= event.engine_step <= last + MOST_STEPS or event.open_rows < -1 or {*line} != fields:
-                raise ExternalInputError(f"{_text(event)} cannot follow engine step {last}")
+                raise ExternalInputError(f"{event} cannot follow engine step {last}")
             events.append(event)
         except ExternalInputError as error:
             raise ExternalInputError(f"line {number}: {error}") from error
@@ -231,7 +233,3 @@ def read_schedule(run_dir: str | Path, head: Mapping[str, Any], engine: int = 0)
     if faults:
         raise ConfigError(faults)
     return tuple(events)
-
-
-def _text(event: ScheduledEvent) -> str:
-    return f"{event.event} {event.number} before engine step {event.engine_step} with {event.open_rows} open rows"

@@ -53,7 +53,7 @@ class PythonTool:
         del self.parameters["additionalProperties"]  # so it is of every function
         self.parameters = {"type": "object", "properties": {}, "required": []} | self.parameters
 
-    def __call__(self, **arguments: Any) -> Any:
+    def __call__(self, /, **arguments: Any) -> Any:
         """Call the function; returns its result `as_result`, or a coroutine for it.
 
         Raises:
