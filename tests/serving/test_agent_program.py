@@ -155,7 +155,7 @@ def test_a_program_of_its_own_with_openais_client_trains_too(run, tmp_path):
         "    for _ in range(2):\n"
         "        answer = client.chat.completions.create(model='policy', messages=messages).choices[0].message\n"
         "        messages += [answer, {'role': 'user', 'content': 'go on'}]\n"
-        "print('thinking aloud')\nprint(len(answer.content))\n"
+        "sys.stderr.buffer.write(b'no text: \\xff')\nprint('thinking aloud')\nprint(len(answer.content))\n"
     )
     import sys
 

@@ -28,7 +28,9 @@ class ProgramEpisode:
         variables = {**os.environ, "OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": KEY}
         variables |= {"ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"), "ANTHROPIC_API_KEY": KEY}
         pipe = subprocess.PIPE
-        self.process = subprocess.Popen(self.command, stdin=pipe, stdout=pipe, stderr=pipe, env=variables, text=True)
+        self.process = subprocess.Popen(
+            self.command, stdin=pipe, stdout=pipe, stderr=pipe, env=variables, errors="replace"
+        )
         try:
             out, errors = self.process.communicate(json.dumps(row), timeout=self.timeout_s)
         finally:
