@@ -25,6 +25,11 @@ from verl.rollout.base import GenerationRequest, TurnLimits, TurnRequest
 from verl.rollout.hf import HFEngine, HFRollout
 
 
+def places(value: Any) -> set[int]:
+    """Where the numbers of all tensors lie, but for single ones: those of a graph are its own."""
+    return {x.untyped_storage().data_ptr() for x in tree_leaves(value) if isinstance(x, torch.Tensor) and x.dim()}
+
+
 class Recording(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
@@ -34,6 +39,16 @@ class Recording(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         self.calls.append((func, args, kwargs or {}, out))
         return out
+
+    @property
+    def read(self) -> set[int]:
+        """Memory that was not made within: a graph finds it where it was, whatever is there then."""
+        read, made = set[int](), set[int]()
+        for _, args, kwargs, out in self.calls:
+            given, found = places((args, kwargs)), places(out)
+            read |= given - made
+            made |= found - given - read  # an output may be a view
+        return read
 
     def repeat(self) -> None:
         for func, args, kwargs, out in self.calls:
@@ -67,6 +82,7 @@ class Graphs:
                 self.repeated += 1
             is_first = False
 
+        replay.read = recording.read  # type: ignore[attr-defined]
         return replay
 
 
@@ -120,6 +136,11 @@ def test_responses_of_several_steps_are_those_of_single_kernels(name, model64, g
         made.append(graphs.made)
         if request.step:
             update_in_place(model, 1.25)
+    memory = engine.memory
+    stays = [*model.parameters(), *model.buffers(), memory.inputs, memory.noise, *memory.outputs.values()]
+    stays += [x for layer in memory.cache.layers for x in layer.slots.tensors]
+    replays = [graph for graph in memory.graphs._graphs.values() if graph is not None]
+    assert set.union(*(graph.read for graph in replays)) <= places(stays)
     assert made[0] > 3
     assert made[3] == made[2]  # in the first step keys and values move to more memory
     assert made[5] < 2 * made[2]
