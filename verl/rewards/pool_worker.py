@@ -81,7 +81,7 @@ def _serve(channel: Channel, setting: PoolSettings, progress: Progress) -> None:
 def file_digest(path: str) -> str:
     """Digest of the file of a function by its path; empty if the file is unknown."""
     file, _ = source_file(path.rpartition(":")[0])
-    return "" if file is None else hashlib.blake2b(file.read_bytes()).hexdigest()
+    return "" if file is None or not file.is_file() else hashlib.blake2b(file.read_bytes()).hexdigest()
 
 
 def _score(

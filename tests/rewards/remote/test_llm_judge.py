@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 from http_client.servers import Say, in_turn, serving
+from omegaconf import OmegaConf
 from rewards.rated import batch_of
 from rewards.remote.test_http_reward import outcomes
 
@@ -134,3 +136,16 @@ def test_the_shipped_template_and_pattern_go_together(made):
             scored = made(server, **ours).score_tokens(batch_of([json.dumps(text)], answer=["4"]))
             assert list(scored["score"]) == [score]
     assert "The reference answer is: 4" in server.asked[0].body["messages"][0]["content"]
+
+
+REPLIES = {
+    "Right. Score: 7": 7, "**Score:** 7/10": 7, "Score (0-10): 7": 7, "Score: 3\nFinal score = 7.5": 7.5,
+    "Score: \u22127": None, "Score: .7": None, "Score: (6)": 6, "No score.": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("reply", REPLIES)
+def test_the_pattern_of_the_option_reads_the_score_and_nothing_beside_it(reply):
+    option = OmegaConf.load(Path(__file__).resolve().parents[3] / "conf/reward/remote_chat.yaml")
+    match = [*re.finditer(option.score_pattern, reply)]
+    assert (float(match[-1][1]) if match else None) == REPLIES[reply]

@@ -92,7 +92,7 @@ class Host(PooledChild):
             setting = " (environment.reset_timeout_s)" if isinstance(error.__cause__, TimeoutError) else ""
             raise InfraError(f"it has not started: {error}{setting}{self._last_output()}") from error
         self.recovery, self.described = reply.get("recovery"), _value(reply)
-        if (file := reply.get("file")) is not None:
+        if (file := reply.get("file")) is not None and Path(file).is_file():
             self.digest = hashlib.blake2b(Path(file).read_bytes()).hexdigest()
         if self._digest not in (None, self.digest):
             raise InfraError(f"{file} was changed during the run. Restore it, or resume the run to play by the new one")
