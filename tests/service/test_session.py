@@ -331,6 +331,16 @@ def test_a_session_of_another_shape_and_a_directory_in_use_are_refused(model64, 
         one.load(tmp_path / "to_sample")
 
 
+def test_a_closed_session_says_so_and_may_be_closed_again(model64):
+    with session(model64) as one:
+        one.close()
+    for call in (lambda: one.sample([[5, 6]]), lambda: one.forward_backward([Datum([5], {"target_tokens": [6]})])):
+        with refusal("this"):
+            call()
+    with refusal("micro_batch_tokens", value=0):
+        TrainingSession(model64, micro_batch_tokens=0)
+
+
 # -- samples
 
 

@@ -167,15 +167,21 @@ class BaseModel:
             self.model.add_adapter(name, LoraConfig(**values, task_type="CAUSAL_LM"))
 
     def remove(self, name: str) -> None:
-        """Free an adapter."""
-        self.model.set_adapter(NO_ADAPTER)
-        self.model.delete_adapter(name)
+        """Free an adapter, if it is there."""
+        if name in self.model.peft_config:
+            self.model.set_adapter(NO_ADAPTER)
+            self.model.delete_adapter(name)
+
+    def _select(self, name: str) -> None:
+        if name not in self.model.peft_config:
+            raise ConfigError("this session is closed. Make another one.")
+        self.model.set_adapter(name)
 
     def activate(self, name: str) -> None:
         """Make an adapter that of the forward passes in training. Its weights may change from here on."""
         self._sampler.offload()
         self._in_sampler = NOTHING
-        self.model.set_adapter(name)
+        self._select(name)
 
     @property
     def head(self) -> LMHead:
@@ -210,7 +216,7 @@ class BaseModel:
         name = names[0] if len(names) == 1 else None
         with self.model.disable_adapter() if names == (None,) else contextlib.nullcontext():
             if name is not None:
-                self.model.set_adapter(name)
+                self._select(name)
             if not self.mixes and name != self._in_sampler:
                 self._in_sampler = NOTHING
                 self._sampler.sync()

@@ -83,6 +83,8 @@ class TrainingSession:
         self._owns_base, self.seed = not isinstance(model, BaseModel), seed
         if not isinstance(model, BaseModel):
             source = model if isinstance(model, ModelSource) else Pretrained(path=str(model))
+            if micro_batch_tokens < 1:
+                raise ConfigError(f"micro_batch_tokens is {micro_batch_tokens}: expected at least 1.")
             if device == "auto":
                 device = "cuda:0" if torch.cuda.is_available() else "cpu"
             model = BaseModel(source, device, autocast, micro_batch_tokens, rollout=rollout)
