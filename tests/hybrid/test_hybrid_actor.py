@@ -12,12 +12,16 @@ from http_client.servers import serving
 from refusals import refused
 from roles import start_actor
 from rollout.speaking import Speaker
+from typer.testing import CliRunner
 
 import verl
+from verl.cli.main import app
 from verl.errors import ConfigError
 from verl.hybrid.actor import HybridActor
 from verl.hybrid.parallel import HybridConfig, sizes_of
+from verl.models.images import images_of
 from verl.models.pretrained import Pretrained
+from verl.models.tiny import TinyImageText
 from verl.rollout.base import GenerationRequest
 from verl.rollout.hf import HFRollout
 from verl.rollout.server.config import ServerRollout
@@ -369,3 +373,14 @@ def test_a_server_is_asked_for_what_each_call_asks_for(dir32, encoded):
             actor.generate(**encoded, do_sample=True, temperature=temperature, max_new_tokens=2)
             assert [asked.body["temperature"] for asked in server.asked if "seed" in asked.body][-1] == temperature
         actor.close()
+
+
+def test_an_adapter_of_a_model_that_reads_images_opens_and_merges_with_its_processor(tmp_path):
+    source = TinyImageText()
+    HybridActor(source.load_causal_lm("cpu"), source.load_tokenizer()).save_pretrained(tmp_path / "base")
+    HybridActor.from_pretrained(tmp_path / "base", lora={"rank": 2}).save_pretrained(tmp_path / "adapter")
+    words = ["checkpoint", "export", str(tmp_path / "adapter"), str(tmp_path / "merged"), "--merge"]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    for name in ("base", "adapter", "merged"):
+        assert images_of(Pretrained(path=str(tmp_path / name)).load_tokenizer()) is not None

@@ -310,6 +310,7 @@ def _write_model(path: str, name: str, out: Path, dtype: str | None) -> None:
     """
     import torch
 
+    from verl.models.images import save_tokenizer
     from verl.models.pretrained import Pretrained, quiet_transformers
 
     source = Pretrained(path=path)
@@ -328,6 +329,6 @@ def _write_model(path: str, name: str, out: Path, dtype: str | None) -> None:
     tokenizer = source.load_tokenizer()
     with atomic_directory(FileSystem(), out, f"writing {name} to {out}") as staged, quiet_transformers():
         (model if stored is None else model.to(stored)).save_pretrained(staged)
-        tokenizer.save_pretrained(staged)
+        save_tokenizer(tokenizer, staged)
     merged = ", merged into its base model," if adapter is not None else ""
     typer.echo(f"{name}{merged} is in {out}: {_stored(out)}")

@@ -31,6 +31,7 @@ from verl.hybrid.generate_options import (
 )
 from verl.hybrid.parallel import HybridConfig, HybridParallelism, hybrid_parallelism
 from verl.model_paths.check import forget
+from verl.models.images import save_tokenizer
 from verl.models.interfaces import check_interface
 from verl.models.lora import LoRA
 from verl.models.parallel_info import compute_device, parallel_info_of, release_gathered
@@ -259,7 +260,7 @@ class HybridActor:
                 return
             self.model.save_pretrained(directory)
         if self.tokenizer is not None:
-            self.tokenizer.save_pretrained(directory)
+            save_tokenizer(self.tokenizer, directory)
 
     # Generation
 

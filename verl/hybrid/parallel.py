@@ -23,6 +23,7 @@ from verl.engines.parallel_dims import TENSOR, ShardedParallelism
 from verl.engines.tensor_parallel import heads_fault
 from verl.errors import ConfigError
 from verl.models.hf_state_dict import live_tensors
+from verl.models.images import save_tokenizer
 from verl.ops.resharding.dtensor import is_divided, local
 from verl.workers.rank_checkpoint import whole_on_first
 
@@ -194,7 +195,7 @@ class HybridParallelism(ShardedParallelism):
         if self.rank == 0:
             model.save_pretrained(directory, state_dict=whole)
             if tokenizer is not None:
-                tokenizer.save_pretrained(directory)
+                save_tokenizer(tokenizer, directory)
         self.dist.barrier()
 
 

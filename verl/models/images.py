@@ -189,6 +189,13 @@ class ImageProcessor:
         return out["input_ids"][0].tolist(), {name: x[0][:, None] if nested else x for name, x in media.items()}
 
 
+def save_tokenizer(tokenizer: Any, directory: str | Path) -> None:
+    """Write the files of a tokenizer, and those of the image processor of its model."""
+    tokenizer.save_pretrained(directory)
+    if isinstance(images := images_of(tokenizer), ImageProcessor):
+        images.save(Path(directory))
+
+
 def images_of(tokenizer: Any) -> ImageProcessor | None:
     """The image processor of the model that a tokenizer was loaded with; None if it reads no images."""
     return vars(tokenizer).get("image_processor")

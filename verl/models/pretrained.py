@@ -322,9 +322,13 @@ class Pretrained(ModelSource):
         if tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token
         tokenizer.deprecation_warnings[LENGTH_WARNING] = True  # limits of the data have messages of their own
-        if self._config().get("vision_config") and (directory := self._directory(("*.json",))) is not None:
+        base = self if (adapter := self.adapter()) is None else self._base(adapter)
+        if self._config().get("vision_config") and (directory := base._directory(("*.json",))) is not None:
             tokenizer.image_processor = ImageProcessor.of(directory, tokenizer)
         return tokenizer
+
+    def _base(self, adapter: Mapping[str, Any]) -> Pretrained:
+        return replace(self, path=adapter["base_model_name_or_path"], revision=adapter.get("revision"))
 
     def load_config(self) -> Any:
         from transformers import AutoConfig
@@ -398,11 +402,10 @@ class Pretrained(ModelSource):
         if (adapter := self.adapter()) is None:
             with self._failure_explained(self.path, "the model"):
                 return self._load_whole(auto_class, device, **options)
-        base = replace(self, path=adapter["base_model_name_or_path"], revision=adapter.get("revision"))
         with self._failure_explained(self.path, "the adapter"):
             from peft import PeftModel
 
-            below = base._load(auto_class, device, **head_options(self.path, adapter))
+            below = self._base(adapter)._load(auto_class, device, **head_options(self.path, adapter))
             with quiet_transformers():
                 return merged_model(PeftModel.from_pretrained(below, self.path)).requires_grad_(True).eval()
 

@@ -25,7 +25,7 @@ from verl.model_paths.check import paths_for
 from verl.models.fused_norms import fuse_rms_norms
 from verl.models.heads import head_of
 from verl.models.hf_state_dict import HFStateDict, hf_state_dict, live_tensors, load_adapter, tokenizer_files
-from verl.models.images import freeze, images_of
+from verl.models.images import freeze, save_tokenizer
 from verl.models.lora import LoRA
 from verl.models.own_module import ModuleModel
 from verl.models.parallel_info import Autocast, release_gathered
@@ -238,9 +238,7 @@ class TrainedWorker:
         if self.engine.parallel.rank == 0:
             with quiet_transformers():
                 model.save_pretrained(directory, state_dict=whole)
-            self.tokenizer.save_pretrained(directory)
-            if (images := images_of(self.tokenizer)) is not None:
-                images.save(Path(directory))
+            save_tokenizer(self.tokenizer, directory)
 
     @on_all
     def load(self, component: str, source: CheckpointSelection) -> None:

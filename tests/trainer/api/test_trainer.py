@@ -415,6 +415,7 @@ FREE = ["algorithm.kl.coef=0", *QUIET]
 test_parts_that_do_not_fit_are_refused_by_name = refused(
     ((*NEAREST, "checkpoint.save_intervall"), "trainer.total_steps?", lambda dir32: trainer(dir32, **MISSPELT)),
     (("model", "reward_model"), "missing", lambda: Trainer()),
+    ("tokenizer", "name", lambda: Trainer("m", reward_model=digits, tokenizer="name")),
     ("eval_dataset", "train_dataset", lambda: Trainer("m", reward_model=digits, eval_dataset=ROWS)),
     ("actor.model.tokenizer", "Qwen2ForCausalLM", lambda model32: trainer(loaded(model32))),
     ("model", "generate", lambda model32, tokenizer: trainer(model32.load_backbone("cpu"), tokenizer=tokenizer)),

@@ -134,6 +134,10 @@ class Trainer:
         if train_dataset is None and eval_dataset is not None:
             raise ConfigError("eval_dataset is given without train_dataset. Give both, or neither.")
         self._reward_tokenizer = reward_tokenizer
+        if isinstance(tokenizer, (str, Path)):
+            raise ConfigError(
+                f"tokenizer is {str(tokenizer)!r}: expected a loaded one, AutoTokenizer.from_pretrained(...)."
+            )
         if tokenizer is not None and tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token
         replacements: dict[str, Description] = {
