@@ -114,6 +114,7 @@ def _serve(run: Any, host: str, port: int, directory: Path, names: list[str], ex
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
+        listener.listen()  # from now on a second service is refused the port
     except OSError as error:
         raise ConfigError(f"--port is {port}: cannot listen at {host}:{port} ({error}). Choose another.") from error
     refuse_here(run)
