@@ -43,7 +43,7 @@ from verl.replay.shard import (
     split_rows,
     write_index,
 )
-from verl.utils.memory import give_back
+from verl.utils.main_memory import give_back
 
 _log = logging.getLogger(__name__)
 

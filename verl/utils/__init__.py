@@ -4,7 +4,8 @@ child_process        Child processes, which end with their parent
 directories          Temporary directories that are removed even if their process is killed, and the cache of verl
 env_check            Whether this environment can run verl: each requirement on one line
 external_input       Validation of names, paths and JSON that are read from disk or storage
-memory               Device and main memory: usage, peak, limits (`ulimit -v`), and release of cached memory
+main_memory          Main memory: what is free, and what the C library keeps of freed tensors
+memory               Memory of devices and processes: usage, peak, and release of cached memory
 orphan_cleanup       Clean-up after a killed process
 progress             Progress of a process in shared memory, for deadlines of processes that wait for it
 redact               Redacts secrets from output, logs and files

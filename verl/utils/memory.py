@@ -1,17 +1,17 @@
-"""Device and main memory: usage, peak, and release of cached memory."""
+"""Memory of devices and processes: usage, peak, and release of cached memory."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import resource
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
+
+from verl.utils.main_memory import keep_freed_memory
 
 if TYPE_CHECKING:
     import torch
@@ -230,29 +230,3 @@ def _status_bytes(process: int | str, name: str) -> int:
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
     raise ValueError(f"process {process} has no {name}")
-
-
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of malloc.h
-
-
-def keep_freed_memory() -> None:
-    """Let the C library keep the memory of freed tensors for the next ones, where it is glibc.
-
-    By default a large block is mapped anew for each tensor, and the system clears it page by page: a fifth of the
-    processor time of an update. `give_back` returns what is kept.
-    """
-    with contextlib.suppress(AttributeError, OSError):  # another C library
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(M_MMAP_MAX, 0)
-        mallopt(M_TRIM_THRESHOLD, -1)
-
-
-def give_back() -> None:
-    """Return freed memory that allocators keep to the operating system; takes a few milliseconds.
-
-    glibc and Arrow keep freed memory, so that resident memory exceeds usage.
-    """
-    if "pyarrow" in sys.modules:
-        sys.modules["pyarrow"].default_memory_pool().release_unused()
-    with contextlib.suppress(AttributeError, OSError):  # another C library
-        ctypes.CDLL(None).malloc_trim(0)

@@ -15,7 +15,8 @@ from verl.environments.base import EnvironmentDescription
 from verl.ops.cpu_matmul import use_library
 from verl.rewards.reward_model import RewardModel
 from verl.rollout.base import Rollout
-from verl.utils.memory import computes_bfloat16, give_back, make_current, release_cached
+from verl.utils.main_memory import give_back
+from verl.utils.memory import computes_bfloat16, make_current, release_cached
 from verl.utils.seeding import derive_seed, seed_everything
 from verl.workers.actor import Actor, ActorWorker
 from verl.workers.base import TrainedRole, TrainedWorker, roles_on_device

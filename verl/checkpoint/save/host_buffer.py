@@ -10,10 +10,10 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 
 from verl.checkpoint.commit.rank_writer import PAGE_BYTES, ImageSource, page_aligned
 from verl.errors import CheckpointWriteFailed
+from verl.utils.main_memory import free_main_memory
 from verl.utils.progress import ProgressWatch, report
 
 MOST_ARENAS = 2
@@ -180,17 +180,3 @@ def _forget_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_in_child)
-
-
-def free_main_memory() -> int | None:
-    """Bytes of main memory that this machine and this container's limit leave free; None if unknown."""
-    try:
-        lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-        free = int(lines["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        return None
-    try:
-        limit, used = (Path(f"/sys/fs/cgroup/memory.{name}").read_text().strip() for name in ("max", "current"))
-        return min(free, int(limit) - int(used)) if limit != "max" else free
-    except (OSError, ValueError):
-        return free

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from verl.checkpoint.save.host_buffer import free_main_memory
 from verl.engines.sharding import NoSharding, Sharding
 from verl.errors import ConfigError
 from verl.trainer.config import PPOSettings
+from verl.utils.main_memory import free_main_memory
 from verl.utils.memory import bfloat16_here, gpu_memory_from_outside, gpu_name_from_outside
 
 WORTH_PACKING = 0.85  # fraction of the padded tokens below which rows are packed
