@@ -9,22 +9,25 @@ from pathlib import Path
 import pytest
 import torch
 from http_client.servers import serving
-from refusals import refused
+from refusals import refusal, refused
 from roles import start_actor
 from rollout.speaking import Speaker
 from typer.testing import CliRunner
 
 import verl
 from verl.cli.main import app
+from verl.engines.optimizer import AdamW
 from verl.errors import ConfigError
 from verl.hybrid.actor import HybridActor
 from verl.hybrid.parallel import HybridConfig, sizes_of
 from verl.models.images import images_of
+from verl.models.lora import LoRA
 from verl.models.pretrained import Pretrained
 from verl.models.tiny import TinyImageText
 from verl.rollout.base import GenerationRequest
 from verl.rollout.hf import HFRollout
 from verl.rollout.server.config import ServerRollout
+from verl.workers.actor import Actor
 
 TEXTS = ["1+2=", "what is 6*7? ", "9-"]
 
@@ -384,3 +387,9 @@ def test_an_adapter_of_a_model_that_reads_images_opens_and_merges_with_its_proce
     assert result.exit_code == 0, result.output
     for name in ("base", "adapter", "merged"):
         assert images_of(Pretrained(path=str(tmp_path / name)).load_tokenizer()) is not None
+    for second in (
+        lambda path: HybridActor.from_pretrained(path, lora={"rank": 2}),
+        lambda path: Actor(model=Pretrained(path=str(path)), optimizer=AdamW(), lora=LoRA(rank=2)),
+    ):
+        with refusal("lora", value=str(tmp_path / "adapter")):  # it would be saved without the first one
+            second(tmp_path / "adapter")

@@ -69,9 +69,21 @@ class LoRA(Description):
                 "another layer (tie_word_embeddings), which an adapter of one of them cannot keep. Leave it out."
             )
         base = config.base_model_name_or_path
+        if base is not None and (fault := second_adapter_fault(base)) is not None:
+            raise ConfigError(f"lora is set, and model {fault}")
         if base is not None and Path(base).is_dir():  # saved with the adapter, which may be opened from anywhere
-            config.base_model_name_or_path = str(Path(base).absolute())
+            config.base_model_name_or_path = str(Path(base).resolve())  # not `latest`, which moves
         return adapted
+
+
+def second_adapter_fault(path: str) -> str | None:
+    """Why a model from this path gets no adapter: it is an adapter, merged, which no saved adapter could name."""
+    if not (Path(path) / "adapter_config.json").is_file():
+        return None
+    return (
+        f"is the adapter {path}: one on top of it would be saved without it. Write the whole model by `verl "
+        f"checkpoint export {path} DIR --merge`, and give DIR."
+    )
 
 
 def frozen_modules(model: Any) -> str | None:

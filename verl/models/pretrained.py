@@ -407,7 +407,9 @@ class Pretrained(ModelSource):
 
             below = self._base(adapter)._load(auto_class, device, **head_options(self.path, adapter))
             with quiet_transformers():
-                return merged_model(PeftModel.from_pretrained(below, self.path)).requires_grad_(True).eval()
+                model = merged_model(PeftModel.from_pretrained(below, self.path)).requires_grad_(True).eval()
+            model.name_or_path = self.path  # not that of the base model, whose weights it has no longer
+            return model
 
     def _load_whole(self, auto_class: Any, device: str, absent: Sequence[str] = (), **options: Any) -> Any:
         with quiet_transformers():

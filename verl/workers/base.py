@@ -26,7 +26,7 @@ from verl.models.fused_norms import fuse_rms_norms
 from verl.models.heads import head_of
 from verl.models.hf_state_dict import HFStateDict, hf_state_dict, live_tensors, load_adapter, tokenizer_files
 from verl.models.images import freeze, save_tokenizer
-from verl.models.lora import LoRA
+from verl.models.lora import LoRA, second_adapter_fault
 from verl.models.own_module import ModuleModel
 from verl.models.parallel_info import Autocast, release_gathered
 from verl.models.pretrained import ModelSource, quiet_transformers
@@ -100,6 +100,8 @@ class TrainedRole(Description):
             yield f"model.compile is true: a {type(self.model).__name__} compiles itself. Set model.compile=false."
         if self.lora is not None and isinstance(self.model, ModuleModel):
             yield f"lora is set: a {type(self.model).__name__} has no adapters of peft. Set lora=null."
+        elif self.lora is not None and (fault := second_adapter_fault(getattr(self.model, "path", ""))) is not None:
+            yield f"lora is set, and model.path {fault}"
         if self.trains and self.lora is None and self.model.dtype in ("bfloat16", "float16"):
             yield (
                 f"model.dtype is {self.model.dtype}: training all weights in it silently loses updates that are small "
