@@ -32,6 +32,7 @@ from verl.models.lora import LoRA
 from verl.models.model_stats import model_stats
 from verl.models.pretrained import Pretrained
 from verl.protocol import DataProto
+from verl.rollout import auto
 from verl.rollout.hf import HFRollout
 from verl.trainer.plan import run_plan
 from verl.trainer.plan.activations import LiveBytes, trace_activations
@@ -194,6 +195,16 @@ def test_8b_fits_on_eight_devices_and_names_its_parts(llama_8b):
     cache = phases["generate"]["keys and values"]  # what is left beside the rest
     assert 30 * GIB < cache < plan.memory.limit
     assert 20 * GIB < plan.memory.peak.total - cache < 50 * GIB
+
+
+def test_an_engine_that_is_chosen_is_planned_and_sleeps_only_where_it_must(llama_8b, monkeypatch):
+    monkeypatch.setattr(auto, "vllm_fault", lambda is_gpu: None)
+    small = ["actor=pretrained", f"actor.model.path={llama_8b}", "actor.lora={_target_:verl.models.lora.LoRA,rank:8}"]
+    small += ["critic=none", "algorithm=grpo", "actor.model.dtype=bfloat16", "actor.micro_batch_tokens=2048"]
+    named, chosen = (run_of(*small, f"rollout={name}") for name in ("vllm", "auto"))
+    plans = [plan_run(run, device_named("h200")) for run in (named, chosen)]
+    assert plans[0].memory == plans[1].memory
+    assert plans[1].decided(chosen).rollout.planned(is_gpu=True).sleep is not plans[1].memory.stays_awake
 
 
 def test_gradients_that_are_reduced_once_per_update_take_more_memory_and_less_traffic(llama_8b):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from verl.component import BuildContext, component
 from verl.models.parallel_info import Autocast, compute_device
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 # times as many tokens per second at 4, 33 and 100 million parameters (benchmarks/vllm_rollout.py); nothing larger was
 # measured.
 FROM_ON = {"cpu": 1_000_000_000, "cuda": 0}
-COMMON = ("temperature", "top_k", "top_p", "max_new_tokens", "min_new_tokens", "stop_token_ids")
+COMMON = ("temperature", "top_k", "top_p", "max_new_tokens", "min_new_tokens", "stop_token_ids", "sleep")
 
 
 @component
@@ -32,12 +32,14 @@ class AutoRollout(Rollout):
 
     Args:
         max_model_len: as of `VLLMRollout`; `hf` needs no limit.
+        sleep: as of either.
     """
 
     supports: ClassVar[frozenset[Capability]] = HFRollout.supports - {"router_replay", "rollout_worker"}
     can_offload: ClassVar[bool] = True
 
     max_model_len: int | None = None
+    sleep: bool | Literal["auto"] = "auto"
 
     def with_room_for(self, prompt: int, response: int | None = None) -> AutoRollout:
         length = prompt + (self.max_new_tokens if response is None else response)
@@ -49,6 +51,9 @@ class AutoRollout(Rollout):
         kind, reason = self.choice(model, autocast)
         log.info("rollout=auto takes rollout=%s: %s.", "vllm" if kind is VLLMRollout else "hf", reason)
         return self.as_kind(kind).attach(model, tokenizer, seed, autocast, context)
+
+    def planned(self, is_gpu: bool) -> Rollout:
+        return self.as_kind(VLLMRollout if is_gpu and vllm_fault(is_gpu) is None else HFRollout)
 
     def chosen_for(self, model: Any, autocast: Autocast = None) -> Rollout:
         """The rollout description that `attach` uses."""

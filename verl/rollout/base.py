@@ -116,6 +116,10 @@ class Rollout(Description):
         """
         return self
 
+    def planned(self, is_gpu: bool) -> Rollout:
+        """The description of the engine that a plan counts."""
+        return self
+
     def engine_memory(
         self, config: Any, dtype: torch.dtype, memory: DeviceMemory | None, trainer_bytes: int | None
     ) -> dict[str, int] | None:

@@ -224,6 +224,7 @@ def plan_run(
         free_disk: free bytes for checkpoints.
         limit: bytes available to a process; None: its share of the device.
     """
+    run = replace(run, rollout=run.rollout.planned(device.is_gpu)) if hasattr(run, "rollout") else run
     memory = memory_plan(run, device, limit, counted_below)
     stages = tuple(stage_times(run, memory, device, response))
     found = () if memory.fits else changes_that_fit(run, device, memory)
