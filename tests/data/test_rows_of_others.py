@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 
 import pytest
 from refusals import refusal
@@ -144,7 +145,16 @@ def test_a_byte_order_mark_begins_a_file_of_windows(tmp_path):
     assert texts(RLHFDataset(tmp_path / "rows.jsonl", character_tokenizer())) == ["1+1=", "2"]
 
 
-def test_files_and_rows_of_another_form_are_refused(tmp_path):
+@pytest.fixture
+def digits_limited():
+    """By Python's default, which libraries lift."""
+    before = sys.get_int_max_str_digits()
+    sys.set_int_max_str_digits(4300)
+    yield
+    sys.set_int_max_str_digits(before)
+
+
+def test_files_and_rows_of_another_form_are_refused(tmp_path, digits_limited):
     import pyarrow
     import pyarrow.parquet
 

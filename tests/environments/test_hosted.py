@@ -269,7 +269,7 @@ def test_whatever_the_model_answers_has_a_score_in_environments_of_packages():
     task = located(str(PROGRAMS / "reasoning_gym_adapter.py:ReasoningTask"))("prime_factorization", size=2)
     for world in (game, task):
         world.reset({"index": 0, "prompt_id": 0}, 0)
-        assert world.step(HostedAction("9" * 5000))[1] == 0.0
+        assert world.step(HostedAction("9" * 5000))[1] < 0.1
     assert task.step(HostedAction("seven"))[1] == 0.0
     assert task.step(HostedAction(task.entry["answer"]))[1] == 1.0
 
