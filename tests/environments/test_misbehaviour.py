@@ -178,7 +178,7 @@ def played(tmp_path_factory):
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     model, found = tiny(), dict[str, list]()
-    environment = FunctionEnvironment(path=f"{file}:World", step_timeout_s=LIMIT_S, retries=0, reset_timeout_s=5.0)
+    environment = FunctionEnvironment(path=f"{file}:World", step_timeout_s=LIMIT_S, retries=0, reset_timeout_s=60.0)
     engine = engine_of(environment, model=model, stop_token_ids=EACH)
     try:
         harmful = [*HOLDS_ITS_PROCESS, *ENDS_ITS_PROCESS]
