@@ -259,8 +259,7 @@ class HybridActor:
                 self._parallelism.save(self._settled(), self.tokenizer, directory)
                 return
             self.model.save_pretrained(directory)
-        if self.tokenizer is not None:
-            save_tokenizer(self.tokenizer, directory)
+        save_tokenizer(self.tokenizer, directory)
 
     # Generation
 

@@ -135,17 +135,12 @@ def prompt_rows(input_ids: Any, attention_mask: Tensor | None, config: Generatio
     Raises:
         ConfigError: they are not token ids [B P], or not padded on the left.
     """
-    if (
-        not isinstance(input_ids, Tensor)
-        or input_ids.ndim != 2
-        or input_ids.is_floating_point()
-        or not input_ids.shape[1]
-    ):
+    are_ids = isinstance(input_ids, Tensor) and input_ids.ndim == 2 and not input_ids.is_floating_point()
+    if not are_ids or not input_ids.shape[1]:
         raise ConfigError("input_ids: expected token ids [B P], such as tokenizer(..., return_tensors='pt').")
     ids = input_ids.detach().to("cpu", torch.int64)
     if attention_mask is None:
-        is_pad_distinct = config.pad_token_id not in config.eos_token_id
-        mask = ids != config.pad_token_id if is_pad_distinct else torch.ones_like(ids, dtype=torch.bool)
+        mask = (ids != config.pad_token_id) | (config.pad_token_id in config.eos_token_id)
     else:
         mask = attention_mask.detach().to("cpu").bool()
     if mask.shape != ids.shape or not bool(mask[:, -1:].all()) or bool((mask[:, :-1] & ~mask[:, 1:]).any()):

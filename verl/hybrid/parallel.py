@@ -194,8 +194,7 @@ class HybridParallelism(ShardedParallelism):
         whole = whole_on_first(live_tensors(model), self)
         if self.rank == 0:
             model.save_pretrained(directory, state_dict=whole)
-            if tokenizer is not None:
-                save_tokenizer(tokenizer, directory)
+            save_tokenizer(tokenizer, directory)
         self.dist.barrier()
 
 

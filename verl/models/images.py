@@ -190,10 +190,11 @@ class ImageProcessor:
 
 
 def save_tokenizer(tokenizer: Any, directory: str | Path) -> None:
-    """Write the files of a tokenizer, and those of the image processor of its model."""
-    tokenizer.save_pretrained(directory)
-    if isinstance(images := images_of(tokenizer), ImageProcessor):
-        images.save(Path(directory))
+    """Write the files of a tokenizer, if there is one, and those of the image processor of its model."""
+    if tokenizer is not None:
+        tokenizer.save_pretrained(directory)
+        if isinstance(images := images_of(tokenizer), ImageProcessor):
+            images.save(Path(directory))
 
 
 def images_of(tokenizer: Any) -> ImageProcessor | None:
