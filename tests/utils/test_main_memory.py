@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+from verl.utils import main_memory
+
 SCRIPT = """
 import re, time, torch
 from verl.utils import main_memory as memory
@@ -34,3 +36,14 @@ def test_freed_memory_is_kept_until_memory_is_scarce():
     assert kept < 8
     assert returned > 120
     assert "freed memory is returned" in ran.stderr
+
+
+def test_a_container_that_has_read_files_to_its_limit_has_memory(tmp_path, monkeypatch):
+    for name, text in {
+        "max": "1000\n",
+        "current": "990\n",
+        "stat": "anon 90\nactive_file 300\ninactive_file 600\n",
+    }.items():
+        (tmp_path / f"memory.{name}").write_text(text)
+    monkeypatch.setattr(main_memory, "CGROUP", tmp_path)
+    assert main_memory.free_main_memory() == 910

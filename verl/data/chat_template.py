@@ -456,7 +456,7 @@ def conversation_tokens(
         if message["role"] == "assistant" and turn >= learned_from and message.get("weight") != 0
     ]
     if not turns:
-        raise ConfigError(f"messages at {location} have none of the role assistant: there is nothing to learn.")
+        raise ConfigError(f"messages at {location} have no turn of the assistant to learn.")
     is_whole = not learned_from and len(turns) == sum(message["role"] == "assistant" for message in messages)
     if GENERATION_BLOCK.search(chat.source or "") and not images and is_whole:
         return *_by_template(chat, messages, location, tools), ""

@@ -11,20 +11,24 @@ import threading
 import time
 from pathlib import Path
 
+CGROUP = Path("/sys/fs/cgroup")  # of this container
 _log = logging.getLogger(__name__)
 
 
 def free_main_memory() -> int | None:
-    """Bytes of main memory that this machine and this container's limit leave free; None if unknown."""
+    """Bytes of main memory that this machine and this container's limit leave free; None if unknown. What holds files
+    alone counts as free."""
     try:
         lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
         free = int(lines["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError, ValueError):
         return None
     try:
-        limit, used = (Path(f"/sys/fs/cgroup/memory.{name}").read_text().strip() for name in ("max", "current"))
-        return min(free, int(limit) - int(used)) if limit != "max" else free
-    except (OSError, ValueError):
+        limit, used, parts = ((CGROUP / f"memory.{name}").read_text() for name in ("max", "current", "stat"))
+        counts = dict(line.split() for line in parts.splitlines())
+        files = int(counts["active_file"]) + int(counts["inactive_file"])
+        return min(free, int(limit) - int(used) + files) if limit.strip() != "max" else free
+    except (OSError, KeyError, ValueError):
         return free
 
 

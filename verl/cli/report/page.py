@@ -67,7 +67,8 @@ MAX_TEXTS = 4_000_000  # characters of all samples
 MAX_TOKENS = 50_000  # tokens of all rows in the view of tokens
 MAX_PROMPTS = 5_000  # listed by pass rate
 SEED = "trainer.seed"
-EVALUATED = (
+# Settings of data that choose the held-out prompts
+EVALUATED = [
     "_target_",
     "eval_files",
     "dataset",
@@ -77,7 +78,11 @@ EVALUATED = (
     "held_out",
     "seed",
     "digits",
-)  # rows
+    "task",
+    "min_digits",
+    "max_digits",
+    "highest",
+]
 # Settings that name a run or where it writes, in which runs of one group may differ
 NAMES = (SEED, "trainer.experiment_name", "trainer.project_name", "checkpoint.save_dir", "resume")
 
