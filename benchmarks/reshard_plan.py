@@ -1,7 +1,7 @@
 """The plan of a 70B model from a training layout to a generation layout: seconds, traffic and rounds.
 
     python benchmarks/reshard_plan.py --ranks 64 128
-    python benchmarks/reshard_plan.py --syncs       bytes and launches of a sync of 8B and 70B, for docs/scaling.md
+    python benchmarks/reshard_plan.py --syncs       bytes and launches of a sync of 8B and 70B
 
 723 tensors of Llama-3-70B in bfloat16, 64 MiB a round. Prints one JSON line: of each pair of layouts the seconds of
 `reshard_plan`, moves, bytes over the lower bound, and the time of all rounds over the least by the
@@ -184,7 +184,7 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="*", default=[64, 128])
-    parser.add_argument("--syncs", action="store_true", help="print the table of docs/scaling.md")
+    parser.add_argument("--syncs", action="store_true", help="print what a sync sends")
     options = parser.parse_args()
     if options.syncs:
         print(*map(sync_line, SYNCS), sep="\n")
