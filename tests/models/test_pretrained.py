@@ -172,6 +172,8 @@ ODD_CONFIGURATIONS = [
     ("config.json", {"layer_types": "x"}),
     ("config.json", {"torch_dtype": "evil", "dtype": "evil"}),
     ("config.json", {"vocab_size": 2**40}),
+    ("config.json", {"quantization_config": "x"}),
+    ("config.json", {"quantization_config": {"quant_method": "gptq", "bits": 4}}),
     ("config.json", {"num_key_value_heads": -2}),
     ("config.json", {"_attn_implementation": "evil/kernel"}),
     ("tokenizer.json", "[]"),
@@ -205,6 +207,27 @@ def test_odd_values_in_the_files_of_a_model_are_told_by_its_path(file, value, di
         said = str(error)
     assert str(directory) in said
     assert len(said) < 1500
+
+
+def test_weights_of_eight_bits_are_trained_as_what_they_stand_for_and_others_are_named(dir32, tmp_path, caplog):
+    directory = tmp_path / "model"
+    shutil.copytree(dir32, directory)
+    tensors, expected = load_file(directory / "model.safetensors"), {}
+    for name in [name for name in tensors if "mlp" in name]:
+        scale = tensors[name].abs().max() / 448
+        tensors[name] = (tensors[name] / scale).to(torch.float8_e4m3fn)
+        expected[name] = tensors[name].float() * scale
+        tensors[f"{name}_scale_inv"] = scale.repeat(*(-(-size // 128) for size in tensors[name].shape))
+    tensors["model.layers.7.mlp.up_proj.weight"] = torch.zeros(2, 2)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (directory / "config.json").write_text(json.dumps(config))
+    model = Pretrained(path=str(directory)).load_causal_lm("cpu")
+    assert all(torch.equal(model.get_parameter(name), weight) for name, weight in expected.items())
+    assert [record.args[1:] for record in caplog.records if record.name == "verl.models.pretrained"] == [
+        (1, "Qwen2ForCausalLM", "model.layers.7.mlp.up_proj.weight")
+    ]
 
 
 class Evil:

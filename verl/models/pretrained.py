@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +31,7 @@ from verl.models.structure import expert_count
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+_log = logging.getLogger(__name__)
 _Model = TypeVar("_Model", bound="PreTrainedModel")
 
 # Attributes for multiplicative noise on hidden states in training (Mixtral, MiniMax, DBRX). router_jitter_noise is
@@ -37,6 +39,7 @@ _Model = TypeVar("_Model", bound="PreTrainedModel")
 ROUTER_NOISE = ("jitter_noise", "input_jitter_noise", "moe_jitter_eps")
 
 LENGTH_WARNING = "sequence-length-is-longer-than-the-specified-maximum"  # of transformers
+DEQUANTISED = ("fp8", "mxfp4", "compressed-tensors")  # methods of which transformers gives plain weights
 VALUE_HEAD_FILE = "value_head.safetensors"  # next to the weights of a critic's backbone
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 
@@ -290,8 +293,16 @@ class Pretrained(ModelSource):
         return f"path is {self.path!r}: a {kind}: expected a sequence-classification model."
 
     def policy_fault(self) -> str | None:
-        """See `ModelSource.policy_fault`: encoder-decoder models, and caps that sdpa leaves out, are refused."""
+        """See `ModelSource.policy_fault`: encoder-decoder models, quantised weights, and caps that sdpa leaves out, are
+        refused."""
         config = self._config()
+        quantised = config.get("quantization_config")
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
+        if method is not None and method not in DEQUANTISED:
+            return (
+                f"path is {self.path!r}: its weights are quantised by {method}, which cannot be trained. Give the "
+                "directory of the model in bfloat16 or float32."
+            )
         if not config.get("is_encoder_decoder"):
             return self._cap_fault(config.get("attn_logit_softcapping"))
         kind = next(iter(config.get("architectures") or ()), config.get("model_type"))
@@ -412,6 +423,10 @@ class Pretrained(ModelSource):
             return model
 
     def _load_whole(self, auto_class: Any, device: str, absent: Sequence[str] = (), **options: Any) -> Any:
+        config = self.load_config()
+        if isinstance(quantised := getattr(config, "quantization_config", None), dict):
+            quantised["dequantize"] = True  # else a GPU would get layers of eight or four bits, which nothing trains
+            options.setdefault("config", config)
         with quiet_transformers():
             try:
                 model, report = auto_class.from_pretrained(
@@ -437,6 +452,13 @@ class Pretrained(ModelSource):
                     raise
                 raise ConfigError(f"attention is {self.attention!r}: {error} Set attention=eager.") from error
         self._refuse_holes(report, absent)
+        if (
+            unused := sorted(report["unexpected_keys"])
+        ) and auto_class is self._policy_class():  # else heads are left out
+            _log.warning(
+                "%s: %d weights of its files are no part of a %s and are left out, such as %s",
+                self.path, len(unused), type(model).__name__, unused[0],
+            )  # fmt: skip
         self._refuse_lost_caps(model.config.get_text_config())
         self._fill_attributes(model, auto_class)
         # Tensors of a memory-mapped file are not aligned, and on some processors the last bits of a product depend on
