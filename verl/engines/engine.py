@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from verl.engines.optimizer import AdamW
 from verl.engines.parallel_dims import Parallelism
-from verl.errors import ConfigError
+from verl.errors import ConfigError, NoGradients
 from verl.model_paths.check import exempt_from_determinism, paths_for
 from verl.model_paths.expert_routing import ExpertLoad, defines_balance_loss, routing_of
 from verl.model_paths.families import PLAIN, ModelPaths, Scoring
@@ -185,11 +185,11 @@ class TrainingEngine:
             finite, the step is skipped: weights, optimizer and schedule are unchanged. All processes have the same
             metrics and therefore take the same decision.
         Raises:
-            RuntimeError: no `forward_backward` came before it, or `release` has freed its gradients.
+            NoGradients: no `forward_backward` came before it, or `release` has freed its gradients.
         """
         shares, self._shares = self._shares, None
         if shares is None:
-            raise RuntimeError("optim_step has no gradients: call forward_backward before each optim_step.")
+            raise NoGradients("optim_step has no gradients: call forward_backward before each optim_step.")
         self.parallel.sum_gradients(self.parameters.values())
         local = torch.stack(list(shares.values())).tolist() if shares else []  # one transfer from the device
         metrics = self.parallel.sums(dict(zip(shares, local, strict=True)))

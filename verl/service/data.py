@@ -91,14 +91,14 @@ class LossRows:
         losses = self.loss.per_token(log_probs, inputs, self.settings)
         return torch.where(mask if losses.dim() == 2 else mask[..., None], losses, 0.0)
 
-    def output(self, log_probs: Tensor, losses: Tensor) -> LossOutput:
-        """The result, from log-probs and losses of all rows."""
-        x = self.batch.batch
-        lengths, shared = x["attention_mask"].sum(dim=1) - 1, x["prefix_tokens"] - 1
-        for row, first in enumerate(x["prefix_of"].tolist()):
-            log_probs[row, : shared[row]] = log_probs[first, : shared[row]]
-        of_rows = [(log_probs[i, :n], losses[i, :n]) for i, n in enumerate(lengths.tolist())]
-        return LossOutput(float(losses.double().sum()), [x for x, _ in of_rows], [x for _, x in of_rows])
+    def output(self, log_probs: Tensor) -> LossOutput:
+        """The result, from log-probs of all rows."""
+        x, losses = self.batch.batch, self.losses(log_probs)
+        for row, (first, shared) in enumerate(zip(x["prefix_of"].tolist(), x["prefix_tokens"].tolist(), strict=True)):
+            log_probs[row, : shared - 1] = log_probs[first, : shared - 1]
+        lengths = (x["attention_mask"].sum(dim=1) - 1).tolist()
+        of_rows = ([row[:n] for row, n in zip(each, lengths, strict=True)] for each in (log_probs, losses))
+        return LossOutput(float(losses.double().sum()), *of_rows)
 
 
 def loss_rows(data: Sequence[Datum], loss: Loss, settings: Settings, vocabulary: int, longest: int | None) -> LossRows:

@@ -12,7 +12,6 @@ import torch
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from verl.component import Description, component
-from verl.errors import ConfigError
 from verl.ops.sampling import NO_TURN
 from verl.rollout.base import RolloutEngine, TurnLimits, TurnRequest, TurnResult, stop_tokens
 from verl.rollout.hf import HFEngine
@@ -67,7 +66,7 @@ class PromptRequest:
         weights: see `TurnRequest`.
     """
 
-    tokens: Sequence[int]
+    tokens: list[int]
     num_samples: int
     noise: tuple[object, ...] = ()
     weights: str = ""
@@ -79,18 +78,17 @@ def sample(
     prompts: Sequence[PromptRequest],
     options: SamplingOptions,
     longest: int | None,
-    may_be_full: bool = False,
     late: Callable[[], Sequence[PromptRequest]] = tuple,
 ) -> list[list[Sample]]:
-    """Sample responses to several prompts as one batch. A response does not depend on the others.
+    """Sample responses to several prompts as one batch. A response does not depend on the others. A prompt that leaves
+    no room for one has empty ones.
 
     Args:
         engine: a `RolloutEngine` whose options may change, with the weights to sample from.
         longest: tokens of a row that the model reads.
-        may_be_full: a prompt without room for a response has empty ones; else it is refused.
         late: gives further prompts, whose samples follow, between two steps of an engine that can add them.
     Raises:
-        ConfigError: a prompt cannot be read, or leaves no room for a response.
+        ConfigError: a token of `stop` is none.
     """
     vocabulary = engine.model.config.get_text_config().vocab_size
     stop = (options.stop,) if isinstance(options.stop, str) else options.stop or ()
@@ -105,10 +103,8 @@ def sample(
     def turns_of(prompts: Sequence[PromptRequest]) -> list[TurnRequest]:
         begin = len(requests)
         for prompt in prompts:
-            tokens = checked_tokens(prompt.tokens, "prompt", vocabulary, longest).tolist()
-            count, room = len(tokens), longest - len(tokens) if longest else UNKNOWN_ROOM
-            if room < 1 and not may_be_full:
-                raise ConfigError(f"prompt has {count} tokens: the model reads {longest}, which leaves no response.")
+            tokens = prompt.tokens
+            room = longest - len(tokens) if longest else UNKNOWN_ROOM
             limit = room if options.max_new_tokens is None else min(room, options.max_new_tokens)
             of_prompt, step = derive_seed(0, *tokens) % 2**31, derive_seed(0, *prompt.noise) // 2
             for index in range(prompt.num_samples):

@@ -80,16 +80,19 @@ def write(
         (staged / RECORD).write_text(json.dumps(values, indent=1) + "\n")
 
 
-def read_record(directory: Path) -> SessionRecord:
-    """The record of a saved session.
+def read_record(directory: Path, base: BaseModel) -> SessionRecord:
+    """The record of a saved session of a base model.
 
     Raises:
-        ConfigError: there is none, or it is damaged.
+        ConfigError: there is none, it is damaged, or that of another base model.
     """
     try:
-        return parse_as(SessionRecord, (directory / RECORD).read_bytes())
+        record = parse_as(SessionRecord, (directory / RECORD).read_bytes())
     except (OSError, ExternalInputError) as error:
         raise ConfigError(f"{directory / RECORD} is no record of a saved session: {error}.") from error
+    if record.base != base.digest:
+        raise ConfigError(f"{directory} holds an adapter of another base model.")
+    return record
 
 
 def read_tensors(directory: Path, name: str, record: SessionRecord) -> dict[str, Tensor]:

@@ -10,10 +10,10 @@ means changes at once when it is saved again. What a client has not saved ends w
 
 from __future__ import annotations
 
-import datetime
 import functools
 import logging
 import math
+import re
 import shutil
 import time
 import uuid
@@ -34,23 +34,38 @@ from verl.service import saved
 from verl.service.adapters import BASE, BaseModel
 from verl.service.data import TARGETS, Datum, checked_tokens, loss_rows
 from verl.service.jobs import MAX_ADAPTERS, Jobs, Late, SampleWork
-from verl.service.losses import LOSSES
+from verl.service.losses import LOSSES, loss_of
 from verl.service.sampling import UNKNOWN_ROOM, PromptRequest, Sample, SamplingOptions, sample
 from verl.service.session import TrainingSession
-from verl.service.wire import sample_response
+from verl.service.wire import data_of, forward_backward_output, sample_response
 from verl.tracking.jsonl import LineFile, json_line
 from verl.utils.directories import TemporaryDirectory
 from verl.utils.external_input import checked_name
+from verl.utils.seeding import derive_seed
 
 _log = logging.getLogger(__name__)
 
 SESSION_TIMEOUT_S = 600.0  # without a sign of life of a client, which sends one every 10 s
 URL_S = 3600  # that files can be downloaded by the URLs of a request
+TTL_S = range(3600, 10 * 366 * 24 * 3600)  # of a checkpoint, by the protocol
 MAX_MODELS = 64
+MAX_RANK, ALPHA = 1024, 32.0  # of an adapter; alpha is not said by clients
 RESIDENT_SAMPLERS = MAX_ADAPTERS  # adapters in memory that are sampled from; others are read from disk when needed
 KEPT_SNAPSHOTS = 64  # of each model
 MOST_SAMPLES = 1024  # of one request
 MOST_SCORES = 2**24  # log-probs of one request
+KINDS = {
+    "save_weights": "weights",
+    "save_weights_external": "external_weights",
+    "save_weights_for_sampler": "sampler_weights",
+}
+CHECKPOINTS = "*-train-*/*weights/[!.]*"  # links to all of them
+
+
+def expiry(directory: Path) -> float:
+    """When saved weights expire, in seconds since 1970, as their hidden directory is named; infinity for never."""
+    named = re.fullmatch(r"\.[0-9a-f]{32}\.([0-9]+)", directory.name)
+    return math.inf if named is None else float(named[1])
 
 
 def digest(body: Any) -> str:
@@ -175,6 +190,9 @@ class TrainingService:
         for link in self.downloads.iterdir():
             if link.lstat().st_mtime < time.time() - URL_S:
                 link.unlink(missing_ok=True)
+        for link in self.directory.glob(CHECKPOINTS):
+            if expiry(link.resolve()) < time.time():
+                self._remove(link)
         self.jobs.sweep()
 
     def close(self) -> None:
@@ -184,57 +202,109 @@ class TrainingService:
 
     # Models
 
-    def check_base(self, name: str | None, optimizer: types.OptimizerConfig | None = None) -> None:
-        if name is not None and name not in self.names:
-            raise ConfigError(f"base_model is {name[:200]!r}: this service has {', '.join(self.names)}.")
-        if optimizer is not None and optimizer.type != "adamw":
-            raise ConfigError(f"optimizer_config.type is {optimizer.type!r}: this service has adamw.")
+    def check(self, body: Any) -> None:
+        """Refuse a request for what this service does not have."""
+        for path, known in (
+            ("base_model", self.names),
+            ("optimizer_config.type", ["adamw"]),
+            ("optim_params.type", ["adamw"]),
+            ("kind", ["snapshot"]),
+            ("age_encryption_recipients", [[]]),
+            ("ttl_seconds", TTL_S),
+            ("prompt_alt_tokens_k", [0]),
+        ):
+            value = functools.reduce(lambda x, name: getattr(x, name, None), path.split("."), body)
+            if value is not None and value not in known:
+                taken = known if isinstance(known, range) else ", ".join(map(str, known))
+                raise ConfigError(f"{path} is {str(value)[:200]!r}: this service takes {taken}.")
 
-    def create_model(
-        self, client_id: str, number: int, lora: LoRA | None, seed: int = 0, address: str = "", optimizer: bool = False
-    ) -> str:
-        """Queue a new model; returns the id of the request, which is that of the model too.
+    def create_model(self, body: types.CreateModelRequest) -> Any:
+        if (lora := body.lora_config) is None or not 1 <= lora.rank <= MAX_RANK:
+            raise ConfigError(f"lora_config is {lora}: this service trains adapters of rank 1 to {MAX_RANK}.")
+        layers = self.base.layers(lora.train_attn, lora.train_mlp, lora.train_unembed)
+        chosen = LoRA(rank=lora.rank, alpha=ALPHA, target_modules=layers)
+        seed = derive_seed(self.seed, "adapter", body.model_seq_id) if lora.seed is None else lora.seed
+        return self._create(body, lambda: TrainingSession(self.base, seed=seed, lora=chosen))
 
-        Args:
-            lora, seed: of a new adapter; None for the saved one at `address`.
-            optimizer: whether to load the saved optimizer.
-        """
-        client, name = self.client(client_id), f"{client_id}:train:{number}"  # which the SDK makes too
-        directory = self.saved_at(address) if lora is None else None
+    def load_weights(self, body: types.LoadWeightsRequest) -> Any:
+        """Load saved weights into a model, or into a new one."""
 
-        def work() -> dict[str, Any]:
-            kind = "create_model" if directory is None else "load_weights"
-            answer = {"model_id": name, "path": address, "type": kind}
-            if name in client.models:  # the client repeats a request of a while ago
-                return answer
-            if sum(len(client.models) for client in [*self.clients.values()]) >= MAX_MODELS:
-                raise ConfigError(f"{MAX_MODELS} models are in training: end a session first.")
-            chosen = lora if directory is None else saved.read_record(directory).adapter
-            session = TrainingSession(self.base, seed=seed, lora=chosen)
+        def load(model: Model, _: Any) -> Any:
+            model.session.load(self.saved_at(body.path), body.optimizer)
+            model.failed = None  # the gradients are gone
+            return {"path": body.path, "model_id": body.model_id, "type": body.type}
+
+        if body.session_id is None or body.model_seq_id is None:
+            return self.in_order(body, load)
+        directory = self.saved_at(body.path)
+
+        def loaded() -> TrainingSession:
+            session = TrainingSession(self.base, lora=saved.read_record(directory, self.base).adapter)
             try:
-                if directory is not None:
-                    session.load(directory, optimizer)
-                self.client(client_id).models[name] = Model(name, session)
+                session.load(directory, body.optimizer)
             except BaseException:
                 session.close()
                 raise
-            return answer
+            return session
 
-        return self.jobs.submit(name, client_id, work, (lora, seed, address, optimizer))
+        return self._create(body, loaded)
 
-    def in_order(self, body: Any, work: Callable[[Model], Any]) -> dict[str, str]:
-        """Queue a request of a model. Clients send those of a model one after another, numbered.
+    def _create(self, body: Any, session: Callable[[], TrainingSession]) -> Any:
+        """Queue a new model; the id of the request, which the SDK makes too, is that of the model."""
+        client, name = self.client(body.session_id), f"{body.session_id}:train:{body.model_seq_id}"
+
+        def work() -> Any:
+            if name not in client.models:  # else the client repeats a request of a while ago
+                if sum(len(client.models) for client in [*self.clients.values()]) >= MAX_MODELS:
+                    raise ConfigError(f"{MAX_MODELS} models are in training: end a session first.")
+                client.models[name] = Model(name, session())
+            return {"model_id": name, "path": getattr(body, "path", ""), "type": body.type}
+
+        return {"request_id": self.jobs.submit(name, body.session_id, work, digest(body))}
+
+    def get_info(self, body: types.GetInfoRequest) -> Any:
+        rank, name = self.model(body.model_id).session.lora.rank, self.names[0]
+        arch, tokenizer = type(self.base.core).__name__, str(self.tokenizer_directory)
+        data = {"arch": arch, "model_name": name, "tokenizer_id": tokenizer}
+        more = {"model_id": body.model_id, "is_lora": True, "lora_rank": rank, "model_name": name}
+        return {"type": "get_info", "model_data": data, **more}
+
+    def in_order(self, body: Any, verb: Callable[..., Any]) -> Any:
+        """Queue a verb of a model, called with the model and the request. Clients send those of a model one after
+        another, numbered.
 
         Args:
             body: has `model_id` and `seq_id`.
         """
         if (body.seq_id or 0) < 1:
             raise ConfigError(f"seq_id is {body.seq_id}: requests of a model are numbered from 1.")
-        name = body.model_id or ""
-        model, job_id = self.model(name), f"{name}:{body.seq_id}"
-        return {"request_id": self.jobs.submit(job_id, name.partition(":")[0], lambda: work(model), digest(body))}
+        model = self.model(body.model_id or "")
+        owner, work = model.name.partition(":")[0], functools.partial(verb, model, body)
+        return {"request_id": self.jobs.submit(f"{model.name}:{body.seq_id}", owner, work, digest(body))}
 
-    def note(self, model: Model, metrics: Mapping[str, float]) -> None:
+    def forward_backward(self, model: Model, message: Any) -> bytes:
+        values = {key: value.text or value.number for key, value in message.loss_fn_config_v2.items()}
+        settings: Any = {**message.loss_fn_config, **values}
+        verb = model.session.forward if message.forward_only else model.session.forward_backward
+        try:
+            loss_of(message.loss_fn, settings)
+            return forward_backward_output(verb(data_of(message), message.loss_fn, **settings))
+        except BaseException as error:
+            model.failed = model.failed if message.forward_only else str(error)
+            raise
+
+    def optim_step(self, model: Model, body: types.OptimStepRequest) -> Any:
+        values: Any = body.optim_params
+        if (failed := model.failed) is not None:  # a part of the gradients would be another step
+            model.failed = None
+            model.session.drop_gradients()
+            raise ConfigError(f"a forward_backward since the last step has failed ({failed}): nothing was changed.")
+        betas, limit = (values.beta1, values.beta2), max(values.grad_clip_norm, 0.0)
+        metrics = model.session.optim_step(values.learning_rate, betas, values.eps, values.weight_decay, limit)
+        self._note(model, metrics)
+        return {"metrics": {name: x for name, x in metrics.items() if math.isfinite(x)}}
+
+    def _note(self, model: Model, metrics: Mapping[str, float]) -> None:
         """Append the metrics of a step to `metrics.jsonl` of a model, of which `verl report` and `verl watch` make
         curves."""
         line = {"step": model.session.updates, "time_s": round(time.monotonic() - model.begun_at, 3)}
@@ -247,37 +317,35 @@ class TrainingService:
 
     # Saved weights
 
-    def save(self, model: Model, kind: str, name: str, overwrites: bool = False) -> str:
-        """Save a model under a name, and return its address. Called by a job.
-
-        Args:
-            kind: weights, which training can continue from, sampler_weights or external_weights.
-            overwrites: whether the name may be in use; what it meant is then removed.
-        """
-        address = f"tinker://{model.name}/{kind}/{checked_name(name)}"
+    def save(self, model: Model, body: Any) -> Any:
+        """Save a model under a name; for a sampler without one, until its session ends."""
+        if body.path is None and body.type == "save_weights_for_sampler":
+            name = self._snapshot(model, body.sampling_session_seq_id or 0)
+            return {"path": None, "sampling_session_id": name, "type": body.type}
+        name = f"step_{model.session.updates}_{body.seq_id}" if body.path is None else body.path
+        address = f"tinker://{model.name}/{KINDS[body.type]}/{checked_name(name)}"
         link = self._link(address)
-        if link.exists() and not overwrites:
+        if link.exists() and not getattr(body, "overwrite", False):
             raise ConfigError(f"path is {name!r}: there is something already. Give another name.")
-        former, directory = link.resolve() if link.exists() else None, link.with_name(f".{uuid.uuid4().hex}")
-        model.session.save(directory, optimizer=kind == "weights")
+        former, expires = link.resolve() if link.exists() else None, ""
+        if body.ttl_seconds is not None:
+            expires = f".{int(time.time()) + body.ttl_seconds}"
+        directory = link.with_name(f".{uuid.uuid4().hex}{expires}")
+        model.session.save(directory, optimizer=body.type == "save_weights")
         new = directory.with_suffix(".link")
         new.symlink_to(directory.name)
         new.replace(link)
         if former is not None:
             self._drop(former)
-        return address
+        return {"path": address, "type": body.type}
 
-    def snapshot(self, model: Model, number: int) -> str:
-        """Save a model for sampling until its session ends; returns the id of a sampling session. Called by a job.
-
-        Args:
-            number: of the sampling session.
-        """
+    def _snapshot(self, model: Model, number: int) -> str:
+        """Save a model for the sampling session of a number; returns its id."""
         directory = Path(self._scratch.name) / uuid.uuid4().hex
         model.session.save(directory, optimizer=False)
         self._snapshots[directory] = model
         self._drop_snapshots(model, KEPT_SNAPSHOTS)
-        return self.create_sampler(model.name.partition(":")[0], number, directory)
+        return self._create_sampler(model.name.partition(":")[0], number, directory)
 
     def run_directory(self, name: str) -> Path:
         """The directory of a model: its id, without what is not in names of files."""
@@ -291,7 +359,7 @@ class TrainingService:
             NotFound: there are none at the address.
         """
         directory = self._link(address).resolve()
-        if not (directory / saved.RECORD).is_file():
+        if not (directory / saved.RECORD).is_file() or expiry(directory) < time.time():
             raise NotFound(f"path is {address[:200]!r}: there is no such checkpoint.")
         return directory
 
@@ -303,21 +371,26 @@ class TrainingService:
     def checkpoints(self, name: str | None = None) -> list[types.Checkpoint]:
         """The named checkpoints of a model, or of all, oldest first."""
         run, found = "*-train-*" if name is None else self.run_directory(name).name, list[types.Checkpoint]()
-        for link in self.directory.glob(f"{run}/*weights/[!.]*"):
+        for link in self.directory.glob(CHECKPOINTS.replace("*-train-*", run)):
             run, kind, name = link.parts[-3:]
             address = f"tinker://{run.replace('-train-', ':train:')}/{kind}/{name}"
             parsed = types.ParsedCheckpointTinkerPath.from_tinker_path(address).model_dump(exclude={"training_run_id"})
             try:
-                moment = datetime.datetime.fromtimestamp(link.stat().st_mtime, datetime.UTC)
+                moment, ends = link.stat().st_mtime, expiry(self.saved_at(address))
                 size = sum(file.stat().st_size for file in link.iterdir())
-            except FileNotFoundError:  # deleted meanwhile
+            except (FileNotFoundError, NotFound):  # deleted meanwhile
                 continue
-            found.append(types.Checkpoint(**parsed, time=moment, size_bytes=size))
+            times = {"time": moment, "expires_at": None if ends == math.inf else ends}  # pydantic reads seconds in UTC
+            found.append(types.Checkpoint(**parsed, **times, size_bytes=size))  # pyright: ignore[reportArgumentType]
         return sorted(found, key=lambda x: (x.time, x.tinker_path))
 
     def delete(self, address: str) -> None:
-        directory = self.saved_at(address)
-        self._link(address).unlink()
+        self.saved_at(address)
+        self._remove(self._link(address))
+
+    def _remove(self, link: Path) -> None:
+        directory = link.resolve()
+        link.unlink(missing_ok=True)
         self.jobs.run(lambda: self._drop(directory))
 
     def _drop_snapshots(self, model: Model, num_kept: int) -> None:
@@ -334,19 +407,24 @@ class TrainingService:
 
     # Samples
 
-    def create_sampler(self, client: str, number: int, directory: Path | None, address: str | None = None) -> str:
+    def create_sampling_session(self, body: types.CreateSamplingSessionRequest) -> Any:
+        directory = None if body.model_path is None else self.saved_at(body.model_path)
+        name = self._create_sampler(body.session_id, body.sampling_session_seq_id, directory, body.model_path)
+        return {"type": "create_sampling_session", "sampling_session_id": name}
+
+    def _create_sampler(self, client: str, number: int, directory: Path | None, address: str | None = None) -> str:
         """A sampling session on a saved adapter, or on the base model; returns its id."""
         name, known = f"{client}:sample:{number}", self.client(client).samplers
         if name in known and known[name].directory != directory:
             raise ConfigError(f"the number of sampling session {name} is that of an earlier, different one.")
         if name not in known:
-            updates = -1 if directory is None else saved.read_record(directory).updates
+            updates = -1 if directory is None else saved.read_record(directory, self.base).updates
             alike = sum(sampler.noise[0] == updates for sampler in [*known.values()])
             known[name] = Sampler(directory, address, (updates, alike))
         return name
 
-    def sample(self, request: types.SampleRequest) -> str:
-        """Queue a sample request; returns its id.
+    def sample(self, request: types.SampleRequest) -> Any:
+        """Queue a sample request.
 
         Raises:
             ConfigError: a value is out of its range.
@@ -368,7 +446,6 @@ class TrainingService:
         scores += 0 if targets is None else math.prod(max(0, size) for size in targets.shape or ())
         for path, value, low, high in (
             ("num_samples", count, 1, MOST_SAMPLES),
-            ("prompt_alt_tokens_k", request.prompt_alt_tokens_k, 0, 0),
             ("topk_prompt_logprobs", topk[0], 0, base.vocabulary),
             ("topk_sample_logprobs", topk[1], 0, base.vocabulary),
             ("prompt_logprobs_last_n", 1 if last is None else last, 1, 1 if last is None else len(tokens) - 1),
@@ -382,7 +459,8 @@ class TrainingService:
         noise = (self.seed, *sampler.noise, request.seq_id) if params.seed is None else (params.seed,)
         job_id, kind = f"{name}:{request.seq_id}", (options, None if base.mixes else sampler.directory)
         work = SampleWork(kind if self._joins else job_id, sampler.directory, count, request, options, noise)
-        return self.jobs.submit(job_id, name.partition(":")[0], work, digest(request))
+        self.jobs.submit(job_id, name.partition(":")[0], work, digest(request))
+        return {"request_id": job_id, "sample_sequence_ids": [f"{job_id}:{index}" for index in range(count)]}
 
     def _sample_batch(self, begun: Sequence[SampleWork], late: Late) -> list[bytes]:
         """Samples of requests that sample alike, of up to `MAX_ADAPTERS` adapters, in the thread that computes."""
@@ -397,7 +475,7 @@ class TrainingService:
 
         prompts, options = prompts_of(begun), begun[0].options
         with base.sampling_from(*names.values()) as engine:
-            samples = sample(engine, base.tokenizer, prompts, options, base.longest, True, lambda: prompts_of(late()))
+            samples = sample(engine, base.tokenizer, prompts, options, base.longest, lambda: prompts_of(late()))
         found = zip(works, samples, strict=True)
         return [self._answer(work.request, of_work, names[work.adapter]) for work, of_work in found]
 
@@ -441,9 +519,7 @@ class TrainingService:
                     f"the weights of this sampler are gone: a model keeps the {KEPT_SNAPSHOTS} snapshots without a "
                     "name that were used last, and others until they are deleted."
                 )
-            record = saved.read_record(directory)
-            if record.base != self.base.digest:
-                raise ConfigError("the weights of this sampler are those of an adapter of another base model.")
+            record = saved.read_record(directory, self.base)
             weights = saved.read_tensors(directory, saved.ADAPTER, record)
             if len(self._resident) >= RESIDENT_SAMPLERS:
                 found = self._resident.pop(next(iter(self._resident)))

@@ -20,8 +20,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
-from verl.errors import ConfigError, VerlError
+from verl.errors import ConfigError
 from verl.model_paths.micro_batch import MicroBatch
 from verl.models.lora import LoRA
 from verl.models.parallel_info import Autocast
@@ -30,13 +31,9 @@ from verl.ops.masking import LossTotals
 from verl.rollout.base import Rollout
 from verl.service import saved
 from verl.service.adapters import BaseModel
-from verl.service.data import Datum, LossOutput, LossRows, loss_rows
+from verl.service.data import Datum, LossOutput, LossRows, checked_tokens, loss_rows
 from verl.service.losses import loss_of
 from verl.service.sampling import PromptRequest, Sample, SamplingOptions, sample
-
-
-class NoGradients(VerlError, RuntimeError):
-    """A step of the optimizer without gradients."""
 
 
 class TrainingSession:
@@ -88,7 +85,7 @@ class TrainingSession:
             if device == "auto":
                 device = "cuda:0" if torch.cuda.is_available() else "cpu"
             model = BaseModel(source, device, autocast, micro_batch_tokens, rollout=rollout)
-        self.base, self._samplings, self._has_gradients = model, 0, False
+        self.base, self._samplings = model, 0
         self.name = f"session_{next(self._numbers)}"
         self.lora = lora or LoRA(rank=rank, alpha=alpha, target_modules=self.base.layers(**parts))
         with self.base.lock:
@@ -117,8 +114,8 @@ class TrainingSession:
         rows = self._rows(data, loss, settings)
         with self.base.lock:
             self.base.activate(self.name)
-            log_probs = self.engine.infer(rows.batch, functools.partial(rows.scores, self.base.head))["log_probs"]
-        return rows.output(log_probs, rows.losses(log_probs))
+            scores = self.engine.infer(rows.batch, functools.partial(rows.scores, self.base.head))
+        return rows.output(scores["log_probs"])
 
     def forward_backward(self, data: Sequence[Datum], loss: str = "cross_entropy", **settings: float) -> LossOutput:
         """Add the gradient of the loss of data to that of earlier calls since the last `optim_step`.
@@ -131,23 +128,17 @@ class TrainingSession:
             ConfigError: the data do not fit the loss or the model; names the datum.
         """
         rows = self._rows(data, loss, settings)
-        found: dict[str, Tensor] = {}
+        found: dict[int, Tensor] = {}
 
         def loss_of_one(model: nn.Module, micro: MicroBatch, _: LossTotals) -> tuple[Tensor, dict[str, Tensor]]:
             log_probs, at = rows.scores(self.base.head, model, micro)["log_probs"], micro.rows.cpu()
-            losses = rows.losses(log_probs, at)
-            for name, x in (("log_probs", log_probs), ("losses", losses)):
-                shape = *rows.batch["responses"].shape, *x.shape[2:]
-                whole = found.setdefault(name, torch.zeros(shape, dtype=x.dtype))
-                whole[at, : micro.response_width] = x.detach().cpu()
-            return losses.sum(), {}
+            found.update(zip(at.tolist(), log_probs.detach().cpu(), strict=True))
+            return rows.losses(log_probs, at).sum(), {}
 
         with self.base.lock:
-            self._has_gradients = False  # until this call has succeeded, as in the engine
             self.base.activate(self.name)
             self.engine.forward_backward(rows.batch, loss_of_one)
-            self._has_gradients = True
-        return rows.output(found["log_probs"], found["losses"])
+            return rows.output(pad_sequence([found[row] for row in range(len(data))], batch_first=True))
 
     def _rows(self, data: Sequence[Datum], loss: str, settings: Mapping[str, Any]) -> LossRows:
         return loss_rows(data, *loss_of(loss, settings), self.base.vocabulary, self.base.longest)
@@ -175,9 +166,7 @@ class TrainingSession:
         values = {"betas": betas, "eps": eps, "weight_decay": weight_decay}
         chosen = dataclasses.replace(self.engine.optimizer_config, lr=lr, max_grad_norm=max_grad_norm or None, **values)
         with self.base.lock:
-            if not self._has_gradients:
-                raise NoGradients("optim_step has no gradients: call forward_backward before each optim_step.")
-            self._has_gradients, before = False, self.updates
+            before = self.updates
             self.base.activate(self.name)
             self.engine.optimizer_config = chosen
             for group in self.engine.optimizer.param_groups:  # an adapter has matrices alone
@@ -189,7 +178,6 @@ class TrainingSession:
         """Forget the gradients since the last step."""
         with self.base.lock:
             self.engine.release()
-            self._has_gradients = False
 
     # Sampling
 
@@ -215,11 +203,15 @@ class TrainingSession:
         chosen = SamplingOptions(**options)
         if num_samples < 1:
             raise ConfigError(f"num_samples is {num_samples}: expected at least 1.")
+        longest = self.base.longest
+        rows = [checked_tokens(tokens, "prompt", self.base.vocabulary, longest).tolist() for tokens in prompts]
+        if any(len(row) == longest for row in rows):
+            raise ConfigError(f"prompt has {longest} tokens, as many as the model reads: it leaves no response.")
         with self.base.lock, self.base.sampling_from(self.name) as engine:
             self._samplings += 1
             noise = (self.seed, "call", self._samplings) if seed is None else (seed,)
-            requests = [PromptRequest(tokens, num_samples, noise) for tokens in prompts]
-            return sample(engine, self.tokenizer, requests, chosen, self.base.longest)
+            requests = [PromptRequest(tokens, num_samples, noise) for tokens in rows]
+            return sample(engine, self.tokenizer, requests, chosen, longest)
 
     # State
 
@@ -254,11 +246,9 @@ class TrainingSession:
             ConfigError: the directory holds no session of such an adapter, or is damaged; this one is unchanged.
         """
         directory = Path(directory)
-        record = saved.read_record(directory)
+        record = saved.read_record(directory, self.base)
         if record.adapter != self.lora:
             raise ConfigError(f"{directory} holds a session of {record.adapter}, and this one is of {self.lora}.")
-        if record.base != self.base.digest:
-            raise ConfigError(f"{directory} holds an adapter of another base model.")
         if optimizer and saved.OPTIMIZER not in record.digests:
             raise ConfigError(
                 f"{directory} was saved for sampling, without an optimizer: load it with optimizer=False."
