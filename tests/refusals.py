@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import pkgutil
 import re
 import socket
 from collections.abc import Callable, Iterator
@@ -58,10 +59,10 @@ def refusal(
     Args:
         names: what `blamed` gives; of another kind of error, words of its text.
         value: what was given, which the text has.
-        kind: of the error.
+        kind: of the error; the name of a class of a package that is imported then.
         varies: whether the sentence is another on another machine or with another library, and is not kept.
     """
-    with pytest.raises(kind) as caught:
+    with pytest.raises(pkgutil.resolve_name(kind) if isinstance(kind, str) else kind) as caught:
         yield caught
     text, found = str(caught.value), blamed(caught.value)
     assert found == names if found is not None else all(str(name) in text for name in names), text

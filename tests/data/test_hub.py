@@ -13,6 +13,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
+from on_use import OnUse
 from refusals import refusal
 
 from verl.component import BuildContext
@@ -24,7 +25,7 @@ from verl.errors import ConfigError
 from verl.models.tiny import TinyModel
 from verl.trainer.state.training_identity import identity_of
 
-datasets = pytest.importorskip("datasets", reason='needs pip install "verl[hub]"')
+datasets = OnUse("datasets")
 ROWS = [{"question": f"What is {i}+{i}?", "answer": f"Twice {i}.\n#### {i + i}", "level": i} for i in range(7)]
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 GSM8K = {"prompt": "question", "answer": "answer", "answer_after": "####", "chat_template": TEMPLATE}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import socket
 import sys
 import threading
@@ -16,7 +17,7 @@ from verl.environments.mcp_tools import MCPTools
 from verl.environments.tool_calls import ToolCall
 from verl.errors import ConfigError
 
-pytest.importorskip("mcp")
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("mcp") is None, reason="the package mcp is not installed")
 
 TOOLS = '''
 import time

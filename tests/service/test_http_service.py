@@ -20,17 +20,9 @@ import httpx
 import numpy as np
 import pytest
 import torch
-
-pytest.importorskip("tinker", reason="the SDK is not installed: pip install 'verl[serve]'")
-pytest.importorskip("uvicorn")
-
-import tinker
-import uvicorn
+from on_use import OnUse
 from refusals import refusal
 from service.test_session import TEXTS, same_bits
-from tinker import types
-from tinker.proto import tinker_public_pb2 as pb
-from tinker.proto.request_conv import _tensor_data_to_proto as tensor_message
 
 from verl import TrainingSession
 from verl.cli.report.page import report
@@ -42,8 +34,8 @@ from verl.service.http_api import application
 from verl.service.service import TrainingService
 from verl.service.wire import data_of
 
+tinker, types, uvicorn = OnUse("tinker"), OnUse("tinker.types"), OnUse("uvicorn")
 KEY = "tml-a-key"
-ADAM = types.AdamParams(learning_rate=1e-2)
 
 
 @contextlib.contextmanager
@@ -75,11 +67,15 @@ def surroundings(monkeypatch):
     monkeypatch.setenv("TINKER_TELEMETRY", "0")
 
 
-def client_of(served) -> tinker.ServiceClient:
+def client_of(served):
     return tinker.ServiceClient(base_url=served[0], api_key=KEY)
 
 
-def datum(ids: list[int], **inputs) -> types.Datum:
+def adam(learning_rate=1e-2):
+    return types.AdamParams(learning_rate=learning_rate)
+
+
+def datum(ids: list[int], **inputs):
     fields = {"target_tokens": torch.tensor(ids[1:]), **{name: torch.tensor(x) for name, x in inputs.items()}}
     return types.Datum(model_input=types.ModelInput.from_ints(ids[:-1]), loss_fn_inputs=fields)
 
@@ -93,7 +89,7 @@ def test_the_sdk_trains_as_the_session_in_python(served, model32, tokenizer):
     session = TrainingSession(model32, 4, seed=1, device="cpu")
     for _ in range(3):
         forward = client.forward_backward([datum(ids) for ids in rows(tokenizer)], "cross_entropy")
-        step = client.optim_step(ADAM)
+        step = client.optim_step(adam())
         output = session.forward_backward([Datum(ids[:-1], {"target_tokens": ids[1:]}) for ids in rows(tokenizer)])
         metrics = session.optim_step(1e-2)
         assert forward.result().metrics == {"loss:sum": pytest.approx(output.loss, rel=1e-12)}
@@ -132,7 +128,7 @@ def test_reinforcement_learning_by_the_sdk_raises_the_reward(served, tokenizer):
                 )
             )
         client.forward_backward(data, "importance_sampling")
-        client.optim_step(types.AdamParams(learning_rate=3e-2)).result()
+        client.optim_step(adam(3e-2)).result()
     assert sum(means[-3:]) / 3 > 4 * max(sum(means[:3]) / 3, 0.05), means
 
 
@@ -145,7 +141,7 @@ def test_custom_losses_are_computed_by_the_client(served, tokenizer):
 
     result = client.forward_backward_custom(data, squares).result()
     assert result.metrics["count"] == 4.0
-    assert client.optim_step(ADAM).result().metrics["grad_norm"] > 0
+    assert client.optim_step(adam()).result().metrics["grad_norm"] > 0
 
 
 def test_samples_have_the_scores_that_are_asked_for(served, tokenizer):
@@ -216,7 +212,7 @@ def trained(client, tokenizer, steps: int) -> list[float]:
     losses = []
     for _ in range(steps):
         forward = client.forward_backward([datum(ids) for ids in rows(tokenizer)], "cross_entropy")
-        client.optim_step(ADAM)
+        client.optim_step(adam())
         losses.append(forward.result().metrics["loss:sum"])
     return losses
 
@@ -346,7 +342,7 @@ def test_refusals_say_what_and_where(served, tokenizer):
         (lambda: client.forward(data, "stable_reinforce").result(), "loss_fn is 'stable_reinforce'"),
         (lambda: client.forward(data, "cross_entropy", {"x": 1.0}).result(), "loss_fn_config.x"),
         (lambda: client.forward(data, "cross_entropy", {"data": 1.0}).result(), "loss_fn_config.data"),
-        (lambda: client.optim_step(ADAM).result(), "forward_backward"),
+        (lambda: client.optim_step(adam()).result(), "forward_backward"),
         (lambda: client.forward([datum([5, 10**6])], "cross_entropy").result(), r"data\[0\]"),
         (lambda: asked_scores(service, [[5]]), "target_prompt_logprobs is int64"),
         (lambda: asked_scores(service, [[5], [10**6]]), "target_prompt_logprobs has other numbers"),
@@ -481,10 +477,11 @@ def test_a_number_means_one_request(served):
 
 
 def test_tensors_without_a_shape_have_one_dimension_and_bfloat16_is_refused():
+    pb, convert = OnUse("tinker.proto.tinker_public_pb2"), OnUse("tinker.proto.request_conv")
     message = pb.ForwardBackwardRequest()
     row = message.data.add()
     row.model_input.add().encoded_text.tokens = np.array([5, 6], np.int32).tobytes()
-    row.loss_fn_inputs["target_tokens"].CopyFrom(tensor_message(types.TensorData([6, 7], "int64")))
+    row.loss_fn_inputs["target_tokens"].CopyFrom(convert._tensor_data_to_proto(types.TensorData([6, 7], "int64")))
     assert data_of(message)[0].inputs["target_tokens"].tolist() == [6, 7]
     row.loss_fn_inputs["target_tokens"].dtype = pb.DTYPE_BFLOAT16
     with refusal("data[0].loss_fn_inputs.target_tokens", varies=True):
@@ -499,7 +496,7 @@ def test_a_step_without_a_part_of_its_gradients_is_refused(served, tokenizer):
     with pytest.raises(Exception, match="ids that are no tokens"):
         client.forward_backward([datum([5, 10**6])], "cross_entropy").result()
     with pytest.raises(Exception, match="has failed"):
-        client.optim_step(ADAM).result()
+        client.optim_step(adam()).result()
     assert same_bits(served[1].model(client.model_id).session.weights(), before)
     state = client.save_state("before").result().path
     with pytest.raises(Exception, match="ids that are no tokens"):

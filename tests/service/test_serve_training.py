@@ -9,12 +9,8 @@ import subprocess
 import sys
 
 import pytest
-
-pytest.importorskip("tinker", reason="the SDK is not installed: pip install 'verl[serve]'")
-
-import tinker
-from service.test_http_service import datum
-from tinker import types
+from on_use import OnUse
+from service.test_http_service import adam, datum
 from typer.testing import CliRunner
 
 from verl.cli.main import app
@@ -31,10 +27,10 @@ def test_the_command_serves_the_sdk_until_ctrl_c(dir32, tmp_path):
             assert serving.stdout is not None
             line = next(line for line in serving.stdout if " at http" in line)
             url = line.split(" at ")[1].split(",")[0]
-            service = tinker.ServiceClient(base_url=url, api_key="tml-own")
+            service = OnUse("tinker").ServiceClient(base_url=url, api_key="tml-own")
             client = service.create_lora_training_client("small", rank=2).result()
             client.forward_backward([datum([5, 6, 7])], "cross_entropy")
-            assert client.optim_step(types.AdamParams(learning_rate=1e-3)).result().metrics["grad_norm"] > 0
+            assert client.optim_step(adam(1e-3)).result().metrics["grad_norm"] > 0
             client.save_state("kept").result()
         finally:
             serving.send_signal(signal.SIGINT)

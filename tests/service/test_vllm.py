@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
-
-pytest.importorskip("vllm")
-
 from rollout.engines import save_family
 
 from verl import TrainingSession
 from verl.rollout.vllm.config import VLLMRollout
 from verl.service.data import Datum
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("vllm")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.xdist_group("vllm"),
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+]
 SMALL = {
     "max_num_seqs": 16,
     "max_num_batched_tokens": 64,

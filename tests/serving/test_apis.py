@@ -12,6 +12,7 @@ from functools import partial
 import pytest
 from environments.episodes import tiny
 from environments.test_damaged_calls import HERMES, hermes
+from on_use import OnUse
 from refusals import refusal
 from serving.listening import listening
 from storage.s3_server import wait_until
@@ -28,7 +29,7 @@ from verl.serving.endpoint import PolicyEndpoint
 from verl.serving.http_api import PolicyServer
 from verl.serving.token_text import TokenBytes, TurnText
 
-openai, anthropic = pytest.importorskip("openai"), pytest.importorskip("anthropic")
+openai, anthropic = OnUse("openai"), OnUse("anthropic")
 
 
 def two(first: str, second: int = 0) -> str:

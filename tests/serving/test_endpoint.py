@@ -14,6 +14,7 @@ from itertools import pairwise
 import pytest
 import refusals
 import torch
+from on_use import OnUse
 from refusals import refusal, refused
 from serving.listening import asked, listening
 from storage.s3_server import wait_until
@@ -31,7 +32,7 @@ from verl.rewards.rules import ExactMatch
 from verl.rollout.hf import HFRollout
 from verl.serving.conversations import RecordedTurn, Session, merge_turns
 
-openai = pytest.importorskip("openai")
+openai = OnUse("openai")
 
 # Every letter ends a turn: random weights seldom end one by themselves.
 TEMPLATE = (
@@ -142,9 +143,9 @@ test_what_would_change_the_policy_or_is_not_understood_is_refused_by_name = refu
     ("messages", refusals.ANY, lambda client: asked(client, [])),
     ("messages", refusals.ANY, one(IMAGE)),
     ("a conversation has at most", 64, one("1" * 5000)),
-    ("no model", "gpt", lambda client: client.models.retrieve("gpt"), openai.NotFoundError),
+    ("no model", "gpt", lambda client: client.models.retrieve("gpt"), "openai.NotFoundError"),
     ("--max-tokens", 4000, lambda trainer: server_of(trainer, "127.0.0.1", 0, max_tokens=4000), ConfigError),
-    kind=openai.BadRequestError,
+    kind="openai.BadRequestError",
 )
 
 

@@ -11,6 +11,7 @@ import pytest
 import refusals
 import torch
 from image_models import picture, reader, save_image_model
+from on_use import OnUse
 from PIL import Image
 from refusals import refused
 from serving.listening import asked as asked_texts
@@ -20,7 +21,7 @@ from verl.cli.generate import located, one_prompt, running, server_of
 from verl.data.rlhf_dataset import RLHFDataset
 from verl.serving import http_api
 
-openai = pytest.importorskip("openai")
+openai = OnUse("openai")
 FAMILY, TEMPERATURE = "qwen2_5_vl", 0.9
 
 
@@ -150,7 +151,7 @@ test_other_images_are_refused_by_their_place = refused(
     ("for 0 images", refusals.ANY, lambda client: asked(client, [user("<|image_pad|>")])),
     ("for 1 images", refusals.ANY, lambda client: asked(client, [user("<|image_pad|>", PNG)])),
     ("messages", "input_audio", lambda client: asked(client, [{"role": "user", "content": [{"type": "input_audio"}]}])),
-    kind=openai.BadRequestError,
+    kind="openai.BadRequestError",
 )
 
 
