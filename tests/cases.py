@@ -37,7 +37,6 @@ def each_value_once(*axes: Sequence[Any] | Mapping[str, Any]) -> list[Any]:
     ]
 
 
-def has_exhaustive_tests(request: pytest.FixtureRequest) -> bool:
-    """Whether tests of the file of a fixture run that `make exhaustive` alone runs."""
-    items = request.session.items
-    return any(item.path == request.path and item.get_closest_marker("exhaustive") for item in items)
+def has_tests(request: pytest.FixtureRequest, mark: str) -> bool:
+    """Whether tests of the file of a fixture run that have this mark."""
+    return any(item.path == request.path and item.get_closest_marker(mark) for item in request.session.items)

@@ -1,10 +1,11 @@
-"""Worker processes without the seconds of processor time that their imports take.
+"""Processes of workers and engines without the seconds of processor time that their imports take.
 
     ChildProcess ──Popen──> server ──clone──> worker: a child of this process, with the given environment and files
 
-A process that has imported what workers import is copied for each of them, as in `faults.fork_server`. The copy is a
-child of the process that asks, as one that `subprocess` starts is (CLONE_PARENT). Started anew are: workers of other
-processes than this one, and those whose environment differs in a variable that is read while modules are imported.
+A process that has imported what they import is copied for each of them, as in `faults.fork_server`. The copy is a
+child of the process that asks, as one that `subprocess` starts is (CLONE_PARENT). Started anew are: those of other
+processes than this one, and those whose environment differs in a variable that is read while modules are imported, as
+that of vLLM does.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 TESTS = Path(__file__).resolve().parent
-MODULE = "verl.cluster.worker"
+MODULES = ("verl.cluster.worker", "verl.rollout.engine_process.serve")
 CLONE = {"x86_64": 56, "aarch64": 220}  # number of the system call
 CLONE_PARENT = 0x00008000
 READ_AT_IMPORT = (  # beginnings of variables that the interpreter, the loader or a module reads as it starts
@@ -46,6 +47,7 @@ READ_AT_IMPORT = (  # beginnings of variables that the interpreter, the loader o
     "CUDA_",
     "HF_",
     "TRANSFORMERS_",
+    "VLLM_",
 )
 MOST_BYTES = 1 << 20
 
@@ -67,13 +69,14 @@ class WorkerServer:
         self._lock = threading.Lock()
         assert self._socket.recv(MOST_BYTES) == b"1", "threads, of which a copy would have one"
 
-    def fork(self, options: Mapping[str, Any]) -> int:
-        """The pid of a copy, with the files and the environment of these options of `subprocess.Popen`."""
+    def fork(self, module: str, options: Mapping[str, Any]) -> int:
+        """The pid of a copy that is `module`, with files and environment of these options of `subprocess.Popen`."""
         output = options["stdout"]
         out = 1 if output is None else output if isinstance(output, int) else output.fileno()
         err = 2 if options["stderr"] is None else out
         wanted = {1: out, 2: err} | {number: number for number in options["pass_fds"]}
         order = {
+            "module": module,
             "environment": dict(options["env"]),
             "directory": os.getcwd(),
             "files": list(wanted),
@@ -84,7 +87,8 @@ class WorkerServer:
         with self._lock:
             self._socket.sendmsg([json.dumps(order).encode()], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, files)])
             pid = int(self._socket.recv(MOST_BYTES))
-        forked[pid] = order["environment"]
+        if module == MODULES[0]:
+            forked[pid] = order["environment"]
         return pid
 
     def close(self) -> None:
@@ -93,7 +97,7 @@ class WorkerServer:
 
 
 class WithCopies:
-    """The module `subprocess`, whose `Popen` copies the server for a worker. The first worker starts the server."""
+    """The module `subprocess`, whose `Popen` copies the server for a worker. The first one starts the server."""
 
     def __init__(self) -> None:
         self.server: WorkerServer | None = None
@@ -109,7 +113,7 @@ class WithCopies:
                 self.args, self.returncode, self._child_created = command, None, True
                 self._waitpid_lock = threading.Lock()
                 self.stdin = self.stdout = self.stderr = None
-                self.pid = modules.server.fork(options)
+                self.pid = modules.server.fork(command[-1], options)
 
         self.Popen = Popen
 
@@ -121,7 +125,8 @@ def is_as_a_copy(command: Any, options: Mapping[str, Any], environment: Mapping[
     """Whether a process that is started in this way is as a copy of one with this environment."""
     env = options.get("env") or {}
     differing = [name for name in {*env, *environment} if env.get(name) != environment.get(name)]
-    return command == [sys.executable, "-m", MODULE] and not any(name.startswith(READ_AT_IMPORT) for name in differing)
+    is_ours = command[:-1] == [sys.executable, "-m"] and command[-1] in MODULES
+    return is_ours and not any(name.startswith(READ_AT_IMPORT) for name in differing)
 
 
 @contextlib.contextmanager
@@ -156,10 +161,15 @@ def serve(orders: socket.socket) -> None:
         message, files, _, _ = socket.recv_fds(orders, MOST_BYTES, 64)
         if not message:
             os._exit(0)
+        ready, begun = os.pipe()
         pid = _copy()
         if pid == 0:
             orders.close()
-            _become(json.loads(message), files)
+            os.close(ready)
+            _become(json.loads(message), files, begun)
+        os.close(begun)
+        os.read(ready, 1)  # it has a group of its own, or has ended: its group may get a signal now
+        os.close(ready)
         orders.send(str(pid).encode())
         for number in files:
             os.close(number)
@@ -175,10 +185,11 @@ def _copy() -> int:
     return pid
 
 
-def _become(order: Mapping[str, Any], files: list[int]) -> None:
-    """Be `python -m verl.cluster.worker`."""
+def _become(order: Mapping[str, Any], files: list[int], begun: int) -> None:
+    """Be `python -m MODULE`."""
     gc.enable()
     (os.setsid if order["own_session"] else os.setpgrp)()
+    os.close(begun)
     os.sched_setaffinity(0, order["cores"])
     os.chdir(order["directory"])
     os.environ.clear()
@@ -192,7 +203,7 @@ def _become(order: Mapping[str, Any], files: list[int]) -> None:
         os.close(number)
     from verl.utils.child_process.process import run_child
 
-    run_child(MODULE)
+    run_child(order["module"])
 
 
 if __name__ == "__main__":

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 from refusals import refusal
 
-import verl
 from verl.cluster.placement import ProcessGroup, check_process_groups
 from verl.errors import ConfigError
 
+SAID = ("MATCH", "REFUSED")
 PROGRAM = """
 import sys
 import torch.distributed as dist
@@ -34,19 +29,13 @@ dist.destroy_process_group()
 """
 
 
-def test_two_processes_agree_on_a_match_and_refuse_a_mismatch(tmp_path):
-    environment = {**os.environ, "PYTHONPATH": str(Path(verl.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", PROGRAM]
+def test_two_processes_agree_on_a_match_and_refuse_a_mismatch(fork_server, tmp_path):
+    (script := tmp_path / "program.py").write_text(PROGRAM)
     running = [
-        subprocess.Popen(
-            [*command, str(rank), str(tmp_path / "meeting")],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    said = [process.communicate(timeout=120) for process in running]
-    assert [process.returncode for process in running] == [0, 0], said
-    lines = [out.splitlines() for out, _ in said]
+        fork_server.start(tmp_path, f"rank_{rank}", [rank, tmp_path / "meeting"], str(script)) for rank in range(2)
+    ]
+    assert [process.wait(120) for process in running] == [0, 0], [process.said() for process in running]
+    lines = [[line for line in process.said().splitlines() if line.startswith(SAID)] for process in running]
     assert [found[0] for found in lines] == ["MATCH 2 processes [0, 1] over gloo"] * 2
     assert lines[0][1] == (
         "REFUSED critic has 1 process [0] over gloo, actor has 2 processes [0, 1] over gloo, so rows that one divides "

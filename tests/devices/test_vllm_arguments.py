@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import has_exhaustive_tests
+from cases import has_tests
 from devices.shapes import GIB, H100, beside, llama_8b, save_llama_8b
 from refusals import refusal
 from transformers import AutoModelForCausalLM
@@ -105,7 +105,7 @@ def told(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("vllm")
     directory = str(save_llama_8b(folder / "model"))
     cases = {"too large": (arguments(replace(ROLLOUT, kv_cache_gib=60.0), BUSY, 25 * GIB, directory), BUSY)}
-    if has_exhaustive_tests(request):
+    if has_tests(request, "exhaustive"):
         cases |= {name: (arguments(*case, directory), case[1]) for name, case in CASES.items()}
         asked = dict(cases["default"][0])
         del asked["gpu_memory_utilization"]
@@ -136,6 +136,7 @@ def test_vllm_takes_every_engine_setting_that_is_shipped_or_documented(tmp_path)
     assert all(said["requested"] <= BUSY.free for said in found.values())
 
 
+@pytest.mark.slow  # our own refusal of too little memory, below, is in `make test`
 def test_a_cache_that_does_not_fit_is_named_with_what_is_free(told):
     refusal = EngineError(told["too large"]["error"])
     setting = EngineArgs(replace(ROLLOUT, kv_cache_gib=60.0), "", torch.bfloat16, 1, True, utilization=0.99)

@@ -82,39 +82,35 @@ CUTS = {
         "when all is saved": Cut(DRAIN, STEPS, after=True),
     },
 }
-SOME = {"ppo": 2, "grpo": 4}  # of these, as many of the cuts are tried in every run of the tests; of the others one
+SHORT = {"between mini-batches": Cut(ACTOR, 2, after=True)}  # of PPO, in three steps
 
 
 @pytest.fixture(scope="module")
-def twin(server, dir32, tmp_path_factory) -> Callable[[str], Path]:
+def twin(server, dir32, tmp_path_factory) -> Callable[[str, int], Path]:
     """The directory of the uninterrupted run of a course."""
 
     @functools.cache
-    def made(course: str) -> Path:
-        directory = carried_out(server, course, dir32, tmp_path_factory.mktemp("twins") / "whole", {})
-        assert steps_saved(directory) == list(range(1, STEPS + 1))
+    def made(course: str, steps: int) -> Path:
+        directory = carried_out(server, course, dir32, tmp_path_factory.mktemp("twins") / "whole", {}, steps)
+        assert steps_saved(directory) == list(range(1, steps + 1))
         return directory
 
     return made
 
 
-def carried_out(server: ForkServer, course: str, model: Path, directory: Path, cuts: dict[str, Cut]) -> Path:
+def carried_out(
+    server: ForkServer, course: str, model: Path, directory: Path, cuts: dict[str, Cut], steps: int = STEPS
+) -> Path:
     """Run a course in a new directory, cut and resumed at each of some places, to its end."""
     directory.mkdir()
     write_files(directory)
-    arguments = COURSES[course].arguments(model, directory, STEPS)
+    arguments = COURSES[course].arguments(model, directory, steps)
     for number, (where, cut) in enumerate(cuts.items()):
         child = server.start(directory, f"run_{number}", arguments, COURSES[course].script, cut)
         assert child.wait() == -signal.SIGKILL, f"not cut {where}:\n{child.said()}"
     last = server.start(directory, "run", arguments, COURSES[course].script)
     assert last.wait() == 0, last.said()
     return directory
-
-
-def some_of(course: str) -> dict[str, Cut]:
-    """Evenly spread over the cuts of a course."""
-    cuts = list(CUTS[course].items())
-    return dict(cuts[1 :: max(1, len(cuts) // SOME.get(course, 1))])
 
 
 def further_step(whole: Path) -> int:
@@ -125,34 +121,26 @@ def further_step(whole: Path) -> int:
     return found[0]
 
 
-IN_SHORT = ("ppo",)
-CASES = [
-    pytest.param(
-        course,
-        cuts,
-        id=f"{course}, {which}",
-        marks=[] if which == "some" and course in IN_SHORT else [pytest.mark.exhaustive],
-    )
-    for course in COURSES
-    for which, cuts in (("some", some_of(course)), ("all", CUTS[course]))
-]
+CASES = [pytest.param(course, cuts, STEPS, id=course, marks=pytest.mark.exhaustive) for course, cuts in CUTS.items()]
 
 
-@pytest.mark.parametrize(("course", "cuts"), CASES)
-def test_a_run_cut_anywhere_goes_on_as_if_it_had_not_been(course, cuts, server, twin, dir32, tmp_path, record_property):
-    whole = twin(course)
+@pytest.mark.parametrize(("course", "cuts", "steps"), [pytest.param("ppo", SHORT, 3, id="ppo, one"), *CASES])
+def test_a_run_cut_anywhere_goes_on_as_if_it_had_not_been(
+    course, cuts, steps, server, twin, dir32, tmp_path, record_property
+):
+    whole = twin(course, steps)
     if course == "dapo":
         cuts = {where: dataclasses.replace(cut, step=further_step(whole)) for where, cut in cuts.items()}
-    cut = carried_out(server, course, dir32, tmp_path / "cut", cuts)
+    cut = carried_out(server, course, dir32, tmp_path / "cut", cuts, steps)
     assert first_difference(whole, cut) is None
-    assert set(steps_saved(cut)) == set(range(1, STEPS + 1))
+    assert set(steps_saved(cut)) == set(range(1, steps + 1))
     record_property("fault_cases", len(cuts))
 
 
 @pytest.mark.exhaustive  # test_going_on.py has the message in `make test`
 @pytest.mark.parametrize("course", ["ppo", "sft"])
 def test_a_finished_run_that_is_resumed_says_so_and_does_nothing(course, server, twin, dir32):
-    directory = twin(course)
+    directory = twin(course, STEPS)
     before = sorted(path.name for path in (directory / "checkpoints").glob("*"))
     arguments = COURSES[course].arguments(dir32, directory, STEPS)
     again = server.start(directory, "again", arguments, COURSES[course].script)

@@ -53,6 +53,7 @@ def test_the_engine_ends_with_a_trainer_that_is_killed_and_removes_its_directory
     wait_until_removed(directories)
 
 
+@pytest.mark.slow  # test_client.py has the engine in `make test`
 def test_main_ppo_trains_with_vllm_and_leaves_no_process(tmp_path):
     """The cache holds what the prompts ask for, though not what the context of the model could."""
     command = [str(ROOT / "main_ppo.py"), "rollout=vllm", "actor=tiny_scratch", "trainer.total_steps=2"]

@@ -54,8 +54,8 @@ def test_a_killed_engine_is_noticed_where_another_process_holds_its_socket(monke
     """As a worker does that it has forked."""
     kept, pair = [], socket.socketpair
 
-    def kept_pair() -> tuple[socket.socket, socket.socket]:
-        ours, theirs = pair()
+    def kept_pair(*kind: int) -> tuple[socket.socket, socket.socket]:
+        ours, theirs = pair(*kind)
         kept.append(theirs.dup())
         return ours, theirs
 
