@@ -22,15 +22,13 @@ import torch.distributed.device_mesh as device_mesh
 import torch.distributed.distributed_c10d as distributed_c10d
 from cluster.processes_of import LABORATORY
 from collective_bytes import bytes_of_update
-from equivalence.one_update import Float64Alone, one_update
+from equivalence.one_update import one_update
 from same_training import Training, run_course
 from torch import Tensor, nn
 from torch.distributed import ProcessGroupGloo
 from torch.utils._python_dispatch import TorchDispatchMode
-from trainer.preference_runs import trained
 
 import verl.trainer.build as build
-import verl.trainer.sft as sft
 from verl.cluster.local_worker_group import LocalWorkerGroup
 from verl.cluster.rpc import role_handles, row_assignment
 from verl.component import BuildContext, Description, component
@@ -52,7 +50,6 @@ from verl.rollout.proof.fingerprints import adapter_tensors
 from verl.rollout.weight_sync.state_dict import weights_of
 from verl.rollout.weight_sync.transfer import whole_adapter
 from verl.trainer.ppo_config import PPORun
-from verl.trainer.sft import PreferenceRun
 from verl.workers.colocated import RLHost
 from verl.workers.load_state import RestoreSource, RoleState
 
@@ -139,59 +136,48 @@ class Bench:
         device_mesh.init_device_mesh = functools.cache(device_mesh.init_device_mesh)
         self.context, self.group = context, DataParallelism(context, timeout_s=120.0)
 
-    @on_all
-    def course(self, run: PPORun, prompts: Sequence[Sequence[int]], directory: Path) -> Training | None:
-        """`run_course`, among all processes."""
-        before, build.start_cluster = build.start_cluster, self._start
+    @contextmanager
+    def _in_step(self, directory: Path) -> Iterator[Path]:
+        """Runs that are built within are among all processes; gives the directory of this one."""
+        before, build.start_cluster = build.start_cluster, lambda host, settings, context, *_: InStep(host, context)
         try:
             (own := directory / str(self.context.rank)).mkdir(parents=True)
-            return run_course(run, prompts, own)
+            yield own
         finally:
             build.start_cluster = before
 
+    @contextmanager
+    def _trainer(self, run: PPORun, directory: Path) -> Iterator[Any]:
+        with self._in_step(directory) as own, run.build(BuildContext(run_dir=own)) as trainer:
+            yield trainer
+
     @on_all
-    def preferences(self, run: PreferenceRun, directory: Path) -> Training | None:
-        """`trained`, among all processes, where nothing is rounded to float32."""
-        before, sft.start_cluster = sft.start_cluster, self._start
-        try:
-            with Float64Alone():
-                return trained(run, directory / str(self.context.rank))
-        finally:
-            sft.start_cluster = before
+    def course(self, run: PPORun, prompts: Sequence[Sequence[int]], directory: Path) -> Training | None:
+        """`run_course`, among all processes."""
+        with self._in_step(directory) as own:
+            return run_course(run, prompts, own)
 
     @on_each
     def held(self, run: PPORun, prompts: Sequence[int], directory: Path) -> dict[str, int]:
         """Bytes of the actor in this process once it has been updated."""
-        before, build.start_cluster = build.start_cluster, self._start
-        try:
-            (own := directory / str(self.context.rank)).mkdir(parents=True)
-            with run.build(BuildContext(run_dir=own)) as trainer:
-                trainer.step(trainer.train_data.collate(prompts), 1)
-                engine = trainer.cluster.host.workers["actor"].engine
-                tensors = {"weights": engine.parameters, "optimizer": engine.optimizer_tensors()}
-                of_this = {
-                    kind: [x for x in held.values() if not is_on_other_stage(x)] for kind, held in tensors.items()
-                }
-                return {kind: sum(local(x).nbytes for x in held) for kind, held in of_this.items()}
-        finally:
-            build.start_cluster = before
+        with self._trainer(run, directory) as trainer:
+            trainer.step(trainer.train_data.collate(prompts), 1)
+            engine = trainer.cluster.host.workers["actor"].engine
+            tensors = {"weights": engine.parameters, "optimizer": engine.optimizer_tensors()}
+            of_this = {kind: [x for x in held.values() if not is_on_other_stage(x)] for kind, held in tensors.items()}
+            return {kind: sum(local(x).nbytes for x in held) for kind, held in of_this.items()}
 
     @on_each
     def drawn(self, run: PPORun, prompts: Sequence[int], directory: Path) -> list[int]:
         """How many prompts this process has drawn responses to, call by call, in a step of a run."""
-        before, build.start_cluster = build.start_cluster, self._start
-        try:
-            (own := directory / str(self.context.rank)).mkdir(parents=True)
-            with run.build(BuildContext(run_dir=own)) as trainer:
-                generator = trainer.cluster.host.workers["actor"].generator
-                counts, sample = [], generator.sample
-                generator.sample = lambda turns, parts, request: (
-                    counts.append(sum(map(len, parts))) or sample(turns, parts, request)
-                )
-                trainer.step(trainer.train_data.collate(prompts), 1)
-                return counts
-        finally:
-            build.start_cluster = before
+        with self._trainer(run, directory) as trainer:
+            generator = trainer.cluster.host.workers["actor"].generator
+            counts, sample = [], generator.sample
+            generator.sample = lambda turns, parts, request: (
+                counts.append(sum(map(len, parts))) or sample(turns, parts, request)
+            )
+            trainer.step(trainer.train_data.collate(prompts), 1)
+            return counts
 
     @on_each
     def updated(self, source: Any, sharding: Sharding, rows: DataProto, options: dict[str, Any]) -> dict[str, Tensor]:
@@ -253,19 +239,14 @@ class Bench:
     @on_all
     def sent(self, run: PPORun, prompts: Sequence[int], directory: Path) -> dict[str, Tensor]:
         """What an engine in a process of its own is given of an actor that has been updated, and is saved then."""
-        before, build.start_cluster = build.start_cluster, self._start
-        try:
-            (own := directory / str(self.context.rank)).mkdir(parents=True)
-            with run.build(BuildContext(run_dir=own)) as trainer:
-                trainer.step(trainer.train_data.collate(prompts), 1)
-                model = trainer.cluster.host.workers["actor"].model
-                given = {weight.name: weight.make().detach() for weight in weights_of(model)}
-                if hasattr(model, "peft_config"):
-                    given |= dict(adapter_tensors(model, whole_adapter(model, parallel_info_of(model))))
-                trainer.save(own)
-                return given
-        finally:
-            build.start_cluster = before
+        with self._trainer(run, directory) as trainer:
+            trainer.step(trainer.train_data.collate(prompts), 1)
+            model = trainer.cluster.host.workers["actor"].model
+            given = {weight.name: weight.make().detach() for weight in weights_of(model)}
+            if hasattr(model, "peft_config"):
+                given |= dict(adapter_tensors(model, whole_adapter(model, parallel_info_of(model))))
+            trainer.save(directory / str(self.context.rank))
+            return given
 
     @on_all
     def loaded(self, run: PPORun, checkpoint: Path) -> dict[str, RoleState] | None:
@@ -290,10 +271,6 @@ class Bench:
     @on_all
     def pid(self) -> int:
         return os.getpid()
-
-    @staticmethod
-    def _start(host: RLHost, settings: Any, context: BuildContext, *others: Any) -> InStep:
-        return InStep(host, context)
 
 
 @dataclass
