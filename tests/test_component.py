@@ -18,15 +18,7 @@ from pydantic import PositiveFloat, PositiveInt
 from refusals import refusal
 
 from verl import errors
-from verl.component import (
-    BuildContext,
-    Description,
-    MaybeInfinite,
-    UnitInterval,
-    as_plain,
-    component,
-    field_types,
-)
+from verl.component import BuildContext, Description, MaybeInfinite, UnitInterval, as_plain, component, field_types
 from verl.errors import (
     BadCheckpoint,
     CheckpointCorrupt,

@@ -133,7 +133,7 @@ def test_half_a_line_of_a_killed_run_costs_no_other_line(tmp_path):
     Lineage(tmp_path, "b").add("run")
     Lineage(tmp_path, "b").add("end", status="finished", step=3)
     assert [(event["run_id"], event["event"]) for event in read_events(tmp_path)] == [
-        *(("a", "run"), ("b", "run"), ("b", "end")),
+        *(("a", "run"), ("b", "run"), ("b", "end"))
     ]
 
 

@@ -33,12 +33,7 @@ def on_file(root: str) -> list[str]:
     rows = "".join(json.dumps({**ROWS[root], "row": row}) + "\n" for row in range(4))
     Path("rows.jsonl").write_text(rows)
     length = "max_prompt_length" if root == "ppo" else "max_length"
-    return [
-        f"data={FILES[root]}",
-        "data.train_files=[rows.jsonl]",
-        "data.eval_files=[rows.jsonl]",
-        f"data.{length}=40",
-    ]
+    return [f"data={FILES[root]}", "data.train_files=[rows.jsonl]", "data.eval_files=[rows.jsonl]", f"data.{length}=40"]
 
 
 def printed(root: str, model: Path, words: list[str], monkeypatch, capsys) -> list[str]:

@@ -216,10 +216,7 @@ def test_cfg_job_prints_yaml_alone_on_standard_output(tmp_path, run_script):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("raised", "status", "said"),
-    [
-        ("KeyboardInterrupt()", 130, "interrupted"),
-        ("RuntimeError('broken: api_key=abcdefgh12345')", 1, "Traceback"),
-    ],
+    [("KeyboardInterrupt()", 130, "interrupted"), ("RuntimeError('broken: api_key=abcdefgh12345')", 1, "Traceback")],
 )
 def test_an_interrupted_or_failed_run_ends_with_its_status_and_tells_no_secret(raised, status, said, tmp_path):
     script = tmp_path / "script.py"

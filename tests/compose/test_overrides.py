@@ -18,15 +18,7 @@ from yaml import YAMLError
 from verl.compose.compose import _compose, _composition, apply_values, compose_root
 from verl.compose.defaults import fill_defaults
 from verl.compose.from_yaml import compose_over_default
-from verl.compose.overrides import (
-    ALIASES,
-    Overrides,
-    assign,
-    command_line,
-    composition_fault,
-    flatten,
-    parse_overrides,
-)
+from verl.compose.overrides import ALIASES, Overrides, assign, command_line, composition_fault, flatten, parse_overrides
 from verl.compose.schema import conf_dir, group_options
 from verl.compose.validate import validate
 from verl.errors import ConfigError

@@ -7,15 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from environments.episodes import (
-    REQUEST,
-    Scripted,
-    ScriptedEnvironment,
-    ScriptedFactory,
-    engine_of,
-    prompts_of,
-    tiny,
-)
+from environments.episodes import REQUEST, Scripted, ScriptedEnvironment, ScriptedFactory, engine_of, prompts_of, tiny
 
 from verl.component import BuildContext, component
 from verl.environments.base import CallRecord, InfraError, StepResult

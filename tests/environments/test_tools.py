@@ -205,10 +205,7 @@ async def answers_later():
 
 @pytest.mark.parametrize(
     ("function", "at_once", "outcome", "said"),
-    [
-        (leaves, False, "tool_error", "SystemExit"),
-        (answers_later, True, "infra", "answers at once"),
-    ],
+    [(leaves, False, "tool_error", "SystemExit"), (answers_later, True, "infra", "answers at once")],
 )
 def test_a_tool_that_breaks_the_rules_is_an_error_of_its_call_and_ends_no_other(function, at_once, outcome, said):
     tools = {"tool": Tool("tool", "", {}, function), "good": Tool("good", "", {}, lambda: "fine")}

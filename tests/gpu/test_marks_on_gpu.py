@@ -6,13 +6,7 @@ import pytest
 import torch
 from gpu.needs import gpus
 
-from verl.rollout.proof.fingerprints import (
-    ProbeVectors,
-    WeightFingerprint,
-    as_array,
-    fingerprint,
-    full_precision,
-)
+from verl.rollout.proof.fingerprints import ProbeVectors, WeightFingerprint, as_array, fingerprint, full_precision
 from verl.rollout.proof.verifier import differing
 
 pytestmark = gpus()

@@ -11,15 +11,7 @@ from roles import start_actor
 
 from verl.component import MaybeInfinite, component
 from verl.errors import RolloutError
-from verl.rollout.base import (
-    GenerationRequest,
-    Rollout,
-    RolloutEngine,
-    TurnEngine,
-    TurnLimits,
-    TurnQueue,
-    TurnResult,
-)
+from verl.rollout.base import GenerationRequest, Rollout, RolloutEngine, TurnEngine, TurnLimits, TurnQueue, TurnResult
 from verl.rollout.rows import assemble
 
 LENGTHS = [3, 1, 2, 3, 2, 1, 3, 3]  # of two samples of four prompts

@@ -133,9 +133,7 @@ def test_a_strategy_of_sharding_chooses_the_sharding_of_several_processes(strate
 
 @pytest.mark.parametrize(
     ("flags", "said"),
-    [
-        ("--learning_rat 1", "unknown: --learning_rat 1; a flag of the list in --help, or KEY=VALUE, is expected"),
-    ],
+    [("--learning_rat 1", "unknown: --learning_rat 1; a flag of the list in --help, or KEY=VALUE, is expected")],
 )
 def test_wrong_flags_are_told_by_their_names(flags, said, capsys):
     with pytest.raises(SystemExit) as ended:

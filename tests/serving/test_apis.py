@@ -41,9 +41,7 @@ SCHEMA = Tool.of(two).schema["function"]
 CHAT_TOOLS = [{"type": "function", "function": SCHEMA}]
 TOOLS_OF = {
     "responses": [{"type": "function", **SCHEMA, "strict": True}],
-    "messages": [
-        {"name": "two", "description": SCHEMA["description"], "input_schema": SCHEMA["parameters"]},
-    ],
+    "messages": [{"name": "two", "description": SCHEMA["description"], "input_schema": SCHEMA["parameters"]}],
 }
 SCRIPT = [
     hermes('{"first": "x1", "second": 2}'),

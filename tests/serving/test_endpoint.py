@@ -58,10 +58,7 @@ def trainer(dir32, tmp_path_factory):
     directory = tmp_path_factory.mktemp("serving")
     overrides = ["reward=length", "data.prompt_key=prompt", "rollout.max_new_tokens=6", "rollout.temperature=0.9"]
     overrides += [f"rollout.stop_token_ids={list(range(12, 40))}"]
-    with (
-        located(str(dir32)) as saved,
-        running(saved, "ppo", overrides, one_prompt(directory)) as made,
-    ):
+    with located(str(dir32)) as saved, running(saved, "ppo", overrides, one_prompt(directory)) as made:
         object.__setattr__(made.description.data, "chat_template", TEMPLATE)
         yield made
 

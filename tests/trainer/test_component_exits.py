@@ -77,8 +77,7 @@ def fit(directory: Path, model: Any, **parts: Any) -> Any:
     [
         {"reward": ExitingReward()},
         *exhaustive(
-            {"data": ExitingData()},
-            {"algorithm": dataclasses.replace(PPO_ALGORITHM, policy_loss=ExitingLoss())},
+            {"data": ExitingData()}, {"algorithm": dataclasses.replace(PPO_ALGORITHM, policy_loss=ExitingLoss())}
         ),
     ],
 )

@@ -79,10 +79,7 @@ MORE_FAMILIES = ("qwen2", "mixtral", "gemma2", "gpt2", "gptj", "falcon", "mamba"
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recomputed", [True, *exhaustive(False)])
-@pytest.mark.parametrize(
-    "family",
-    ["llama", "qwen3_moe", *exhaustive("gpt_neox", "opt", *MORE_FAMILIES)],
-)
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", *exhaustive("gpt_neox", "opt", *MORE_FAMILIES)])
 def test_activations_are_those_that_a_real_model_keeps(tmp_path, family, recomputed):
     from transformers import AutoModel
 

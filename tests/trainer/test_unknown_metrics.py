@@ -38,5 +38,5 @@ def test_a_metric_that_does_not_come_is_told_after_the_first_step(model32, tmp_p
         trainer.fit()
     told = [record.getMessage() for record in caplog.records if "no such metric" in record.getMessage()]
     assert told == [
-        "checkpoint.keep_best is 'reward/men': there is no such metric, so it has no effect. Did you mean reward/mean?",
+        "checkpoint.keep_best is 'reward/men': there is no such metric, so it has no effect. Did you mean reward/mean?"
     ]

@@ -14,11 +14,7 @@ from verl.checkpoint.manager import CheckpointManager
 from verl.errors import CheckpointCorrupt, ConfigError
 
 # As it might be in some years.
-TABLE = (
-    FormatOf("0.3.0", writes="1.0.0"),
-    FormatOf("0.4.0", writes="1.1.0"),
-    FormatOf("0.5.0", writes="2.0.0"),
-)
+TABLE = (FormatOf("0.3.0", writes="1.0.0"), FormatOf("0.4.0", writes="1.1.0"), FormatOf("0.5.0", writes="2.0.0"))
 
 
 def test_the_table_says_what_this_version_writes():

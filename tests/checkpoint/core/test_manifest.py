@@ -9,14 +9,7 @@ from blake3 import blake3
 
 from verl.checkpoint.core.filesystem import FileSystem, write_file
 from verl.checkpoint.core.hashing import BLOCK_BYTES, LEAF_BYTES, Leaf, hash_buffers
-from verl.checkpoint.core.manifest import (
-    FileEntry,
-    LogicalTensor,
-    Manifest,
-    SavedSlice,
-    commit_line,
-    content_digest,
-)
+from verl.checkpoint.core.manifest import FileEntry, LogicalTensor, Manifest, SavedSlice, commit_line, content_digest
 
 ENTRY = FileEntry.of("actor/model.safetensors", hash_buffers([b"header", b"weights"]), linked_from="global_step_1")
 STATE = FileEntry.of("trainer_state.json", hash_buffers([b"{}"]))

@@ -16,13 +16,7 @@ from verl.checkpoint.remote import transfer
 from verl.checkpoint.remote.commit_log import CommitLog
 from verl.checkpoint.remote.remote_store import RemoteStore, object_key
 from verl.checkpoint.remote.transfer import pull, upload
-from verl.errors import (
-    CheckpointCorrupt,
-    CheckpointFenced,
-    CheckpointIncomplete,
-    CheckpointNotFound,
-    ConfigError,
-)
+from verl.errors import CheckpointCorrupt, CheckpointFenced, CheckpointIncomplete, CheckpointNotFound, ConfigError
 from verl.storage.config import GCSStorage, LocalStorage, OSSStorage
 from verl.storage.store import ObjectStore
 

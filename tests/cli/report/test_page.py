@@ -65,10 +65,7 @@ def shown(dumped: str) -> list[list[str]]:
 
 
 def test_the_page_runs_its_own_script_and_loads_nothing(tmp_path):
-    for text in (
-        render({"samples": [sample("eval", 1, "<script>", "x")]}, "title"),
-        report([run_directory(tmp_path)]),
-    ):
+    for text in (render({"samples": [sample("eval", 1, "<script>", "x")]}, "title"), report([run_directory(tmp_path)])):
         (policy,) = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]*)"', text)
         assert policy.startswith("default-src 'none'; ")
         assert "connect-src" not in policy

@@ -13,14 +13,7 @@ from transformers.pytorch_utils import Conv1D
 
 from verl.models.pretrained import Pretrained
 from verl.rollout.proof import fingerprints
-from verl.rollout.proof.fingerprints import (
-    COLUMNS,
-    HostCopies,
-    ProbeVectors,
-    fingerprint,
-    tied_names,
-    transposed_names,
-)
+from verl.rollout.proof.fingerprints import COLUMNS, HostCopies, ProbeVectors, fingerprint, tied_names, transposed_names
 from verl.rollout.proof.verifier import differing
 
 TYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -115,10 +115,7 @@ def test_a_later_run_of_the_process_that_is_refused_leaves_the_directory_to_the_
 
 @pytest.mark.parametrize(
     ("save_dir", "fault"),
-    [
-        (f"a/{300 * 'b'}", "it has a name of more than 255 bytes"),
-        ("link/b", "link is a symbolic link to no directory"),
-    ],
+    [(f"a/{300 * 'b'}", "it has a name of more than 255 bytes"), ("link/b", "link is a symbolic link to no directory")],
 )
 def test_a_directory_that_cannot_be_made_is_refused_before_anything_is(save_dir, fault):
     Path("link").symlink_to("nowhere")
