@@ -40,14 +40,6 @@ def run(*arguments: object) -> tuple[int, str, str]:
     return result.exit_code, result.stdout, result.stderr
 
 
-@pytest.fixture(scope="module")
-def trained(model32, tmp_path_factory) -> Path:
-    """Checkpoints of a real run."""
-    directory = tmp_path_factory.mktemp("trained")
-    fit(course(model32, directory, stop_after=2), directory / "run")
-    return directory / "checkpoints"
-
-
 @pytest.fixture
 def directory(tmp_path) -> Path:
     return golden_run(tmp_path / "run/checkpoints")

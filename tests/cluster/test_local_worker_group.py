@@ -18,7 +18,6 @@ from verl.errors import WorkerDied
 from verl.protocol import DataProto
 
 pytestmark = pytest.mark.xdist_group("cluster")
-TESTS = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture
@@ -68,22 +67,3 @@ def test_a_call_in_this_process_fails_where_its_result_is_asked_for():
         future.result()
     cluster.close()
     cluster.close()
-
-
-DRIVER = """
-import sys
-sys.path[:0] = [{root!r}, {tests!r}]
-from cluster.toy_roles import ToyHost
-from verl.cluster.rpc import role_handles
-from verl.cluster.local_worker_group import LocalWorkerGroup
-from verl.component import BuildContext
-
-host = ToyHost()
-cluster = LocalWorkerGroup(host, BuildContext(), {size}, num_threads=1)
-toy = role_handles(cluster, host)["toy"]
-print(toy.where().result()["rank"], flush=True)
-"""
-
-
-def driver(size: int) -> str:
-    return DRIVER.format(root=str(TESTS.parent), tests=str(TESTS), size=size)

@@ -22,7 +22,6 @@ import verl
 from verl.model_paths.micro_batch import MicroBatch
 
 PACKAGE = Path(verl.__file__).resolve().parent
-aten = torch.ops.aten
 DATA_DEPENDENT = {"nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount"}
 NOT_LAUNCHED = {"_local_scalar_dense", "empty_like", "new_empty", "empty_strided", "detach", "alias"}
 TO_HOST = {"cpu", "numpy", "tolist"}

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import refusals
 import torch
-from equivalence.laboratory import laboratory
 from equivalence.test_sharding_chain import tensors_of
 from refusals import refused
 from trainer.runs import GRPO_ALGORITHM, PPO_ALGORITHM, ppo_run
@@ -76,12 +75,6 @@ test_what_needs_a_model_of_transformers_is_refused_by_name = refused(
     ("critic.model", "ParallelTransformer", lambda: dataclasses.replace(RUN, algorithm=PPO_ALGORITHM)),
     ("lora", refusals.ANY, lambda: dataclasses.replace(RUN.actor, lora=LoRA(rank=2))),
 )
-
-
-@pytest.fixture(scope="module")
-def bench():
-    with laboratory(2) as bench:
-        yield bench
 
 
 @pytest.mark.exhaustive

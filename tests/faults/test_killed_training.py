@@ -49,15 +49,6 @@ def wait_for_training(process: Child, run_dir: Path) -> None:
         time.sleep(0.01)
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(server, model32, tmp_path_factory) -> str:
-    """Digest of the last checkpoint of a run that nobody disturbs."""
-    directory = tmp_path_factory.mktemp("uninterrupted")
-    process = started(server, model32, directory, "run", "checkpoint=sync")
-    assert process.wait(240) == 0, (directory / "run.log").read_text()
-    return digest(directory)
-
-
 def killed_twenty_times(
     server: ForkServer, model, directory: Path, overrides: list[str], seed: int
 ) -> tuple[Path, int]:

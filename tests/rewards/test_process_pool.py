@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from textwrap import dedent
@@ -266,37 +264,6 @@ def test_what_an_interrupted_batch_leaves_under_way_is_ended_and_the_next_batch_
         signal.signal(signal.SIGALRM, handler)
     assert not any(map(is_alive, before))
     assert list(reward.score_tokens(batch)["score"]) == [1.0] * 5
-
-
-SCRIPT = """
-import os, sys
-import torch
-from verl.component import BuildContext
-from verl.protocol import DataProto
-from verl.rewards.function import RewardFunction
-
-print("started", flush=True)  # once: the workers do not run this script
-reward = RewardFunction(path=sys.argv[1], per_sample=True, num_workers=2, timeout_s=float(sys.argv[2]))
-reward = reward.build(BuildContext())
-print(*[worker.pid for worker in reward.pool.workers], flush=True)
-texts = ["1", "2"]
-batch = DataProto.from_dict(
-    tensors={"response_mask": torch.ones(2, 1, dtype=torch.bool)},
-    non_tensors={"prompt_text": texts, "response_text": texts},
-)
-print(list(reward.score_tokens(batch)["score"]), flush=True)
-"""
-
-
-def script(tmp_path, source, timeout_s):
-    (tmp_path / "rule.py").write_text(source)
-    (tmp_path / "script.py").write_text(SCRIPT)
-    return subprocess.Popen(
-        [sys.executable, tmp_path / "script.py", f"{tmp_path / 'rule.py'}:score", timeout_s],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])},
-    )
 
 
 def test_a_column_that_the_function_needs_and_the_data_lacks_is_named(made, batch):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from environments.digit_game import DigitGames
-from same_training import compared, course, same_training, saved
+from same_training import course, same_training, saved
 from trainer.runs import GRPO_ALGORITHM, fit, step_lines
 
 from verl.algorithms.importance_sampling import TruncatedIS
@@ -26,7 +26,6 @@ from verl.workers.schedule import FILE
 
 CORRECTED = dataclasses.replace(GRPO_ALGORITHM, correction=TruncatedIS(), mini_batches=1)
 STOPS = tuple(range(20, 60))  # random weights seldom end a turn by themselves
-RAY, TWO = pytest.mark.xdist_group("ray"), pytest.mark.xdist_group("two processes")
 # Others answer at moments that no two runs share, and what is computed side by side decides the last bits.
 GAMES = DigitGames(recovery="deterministic", answers_at_once=True, max_tokens=40, max_turns=4)
 
@@ -42,13 +41,6 @@ def playing(model, directory, staleness=1, environment=GAMES, **options):
     settings.setdefault("rollout", HFRollout(max_new_tokens=6, stop_token_ids=STOPS))
     run = course(model, directory, CORRECTED, **settings)
     return dataclasses.replace(run, environment=environment, reward=EpisodeReward())
-
-
-def timeless(value):
-    """A record of an episode without what the clock says."""
-    if isinstance(value, dict):
-        return {key: timeless(x) for key, x in value.items() if key != "seconds"}
-    return [timeless(x) for x in value] if isinstance(value, list) else value
 
 
 def in_flight(model, directory, kv_cache: Any = "recompute", environment=GAMES, **options):
@@ -126,11 +118,3 @@ def test_threads_that_were_left_to_the_sampler_are_given_back(model32, tmp_path,
             assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module")
-def local(model64, tmp_path_factory):
-    """A run whose sampler is a process beside the driver."""
-    directory = tmp_path_factory.mktemp("local")
-    fit(playing(model64, directory), directory / "run")
-    return compared(directory)

@@ -24,7 +24,6 @@ from verl.algorithms.losses import PPOClip
 from verl.cluster.placement import DeviceMesh
 from verl.cluster.ray.ray_worker_group import RayWorkerGroup
 from verl.component import BuildContext
-from verl.engines.sharding import DDP, FSDP, TP, NoSharding, Parallel, Sharding
 from verl.errors import WorkerDied, WorkerHung
 from verl.models.lora import LoRA
 from verl.ops.masking import masked_mean
@@ -228,21 +227,6 @@ def in_flight(model, directory, staleness=2, kv_cache="keep", min_new_tokens=0, 
     return asynchronous(model, directory, staleness, **options)
 
 
-COMPUTING: dict[str, dict[str, Any]] = {  # settings of the actor
-    "float64": {"model": {"dtype": "float64"}},
-    "float32": {},
-    "autocast": {"autocast": "bfloat16"},
-    "lora": {"model": {"dtype": "bfloat16"}, "lora": LoRA(rank=2)},
-}
-SHARDINGS: dict[str, Sharding] = {
-    "none": NoSharding(),
-    "ddp": DDP(timeout_s=60.0),
-    "fsdp": FSDP(timeout_s=60.0),
-    "offload": FSDP(cpu_offload=True, timeout_s=60.0),
-    "tp": TP(timeout_s=60.0),
-    "pp": Parallel(pp=2, timeout_s=60.0),
-    "cp": Parallel(cp=2, timeout_s=60.0),
-}
 MODES: dict[str, Any] = {
     "drain": asynchronous,
     "keep": in_flight,
