@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 PLAIN = re.compile(r"[\w./:@+-]+")
 ASSIGNMENT = re.compile(r"[+~]{0,2}[A-Za-z_][\w.]*=")
-STRATEGIES = {"NO_SHARD": "none", "FULL_SHARD": "fsdp", "HYBRID_SHARD": "hsdp"}
+STRATEGIES = {"NO_SHARD": "none", "FULL_SHARD": "fsdp", "HYBRID_SHARD": "hsdp", "SHARD_GRAD_OP": "fsdp"}
 FLAGS = {  # what each flag becomes; one without VALUE takes none
     "experiment": "experiment=VALUE",
     "actor": "actor=VALUE",
@@ -85,6 +85,8 @@ def main(arguments: list[str] | None = None) -> None:
         for word in FLAGS[name].split() if value is not None else ():
             is_given = "VALUE" in word or value is True
             (values if is_given else chosen).append(word.replace("VALUE", quoted(STRATEGIES.get(str(value), value))))
+    if options.fsdp_sharding_strategy == "SHARD_GRAD_OP":
+        values.append("sharding.strategy=SHARD_GRAD_OP")
     if unknown := [argument for argument in own if not ASSIGNMENT.match(argument)]:
         parser.error(f"unknown: {' '.join(unknown)}; a flag of the list in --help, or KEY=VALUE, is expected")
     taken = {word.partition("=")[0] for word in [*values, *own]}  # options that go with a flag give way to these

@@ -125,10 +125,17 @@ def test_a_model_beside_an_experiment_keeps_the_rates_that_the_experiment_chose(
     assert sorted(overrides) == ["actor.model.path=./m", "experiment=gsm8k_qwen2_5_0_5b"]
 
 
-@pytest.mark.parametrize(("strategy", "option"), [("FULL_SHARD", "fsdp"), ("HYBRID_SHARD", "hsdp")])
-def test_a_strategy_of_sharding_chooses_the_sharding_of_several_processes(strategy, option, capsys):
+STRATEGIES = {
+    "FULL_SHARD": ["sharding=fsdp"],
+    "HYBRID_SHARD": ["sharding=hsdp"],
+    "SHARD_GRAD_OP": ["sharding.strategy=SHARD_GRAD_OP", "sharding=fsdp"],
+}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_strategy_of_sharding_chooses_the_sharding_of_several_processes(strategy, capsys):
     overrides = told(capsys, "--num_gpus", "4", "--fsdp_sharding_strategy", strategy)
-    assert sorted(overrides) == [f"sharding={option}", "trainer.n_gpus_per_node=4"]
+    assert sorted(overrides) == [*STRATEGIES[strategy], "trainer.n_gpus_per_node=4"]
 
 
 @pytest.mark.parametrize(
