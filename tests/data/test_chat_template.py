@@ -134,6 +134,14 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_by_row():
     assert learned(conversations([USER, ANSWER], chat_template=FORGETS)) == "2<eos>"
 
 
+def test_a_conversation_that_begins_with_the_assistant_is_learned_where_the_template_marks_its_turns():
+    chat = [ANSWER, USER, ANSWER]
+    with refusal("messages", value="row 0"):
+        conversations(chat)
+    assert learned(conversations([{**ANSWER, "weight": 0}, USER, ANSWER])) == "2<eos>"
+    assert learned(conversations(chat, chat_template=MARKED)) == "2<eos>2<eos>"
+
+
 def test_a_template_that_marks_the_assistants_part_is_asked():
     assert learned(conversations([USER, ANSWER, USER, ANSWER], chat_template=MARKED)) == "2<eos>2<eos>"
 

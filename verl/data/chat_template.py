@@ -486,6 +486,12 @@ def _span(
     Args:
         rendered: text of the first turns of the conversation, with the generation prompt or without.
     """
+    if not turn:
+        raise ConfigError(
+            f"messages at {location} begin with a turn of the assistant, and chat_template does not tell where such a "
+            "turn starts. Begin with a message of the user or the system, give the turn the weight 0, or mark turns in "
+            "the template with {% generation %} and {% endgeneration %}."
+        )
     before, after = rendered(turn, True), rendered(turn + 1, False)
     if not after.startswith(before) or not text.startswith(after):
         raise ConfigError(
