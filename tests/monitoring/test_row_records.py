@@ -64,6 +64,8 @@ def test_every_response_of_an_evaluation_is_a_record_of_its_kind(tokenizer):
     batch = experience(tokenizer)
     batch["score"][1] = 2
     records = evaluated_rows({"greedy": batch, "sampled": None, "without_tools": batch[:1]}, success=1.0)
+    digests = [row.pop("prompt_digest") for row in records]
+    assert digests[0] == digests[2]
     assert records == [
         {"kind": "greedy", "prompt_id": 10, "sample_id": 0, "score": 0.5, "tokens": 2, "success": False},
         {"kind": "greedy", "prompt_id": 11, "sample_id": 0, "score": 2.0, "tokens": 4, "success": True},

@@ -53,6 +53,7 @@ def test_a_run_evaluates_before_during_and_after_and_says_what_it_did(model32, t
             ("greedy", rows[0]["prompt_id"], 0), *(("sampled", rows[0]["prompt_id"], sample) for sample in range(3))
         ]  # fmt: skip
         assert rows[0]["score"] == metrics["eval/score"]
+        assert len({row["prompt_digest"] for row in rows}) == 1
         assert rows[0]["tokens"] == metrics["eval/response_length_tokens"]
         assert sum(row["success"] for row in rows[1:]) / 3 == metrics["eval/mean@3"]
     assert sorted(file.name for file in (tmp_path / "evals").iterdir()) == tables

@@ -5,6 +5,7 @@ All responses of an evaluation are recorded, and some of a training step, token 
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -251,6 +252,8 @@ def evaluated_rows(
             continue
         scores = batch["score"].astype(float)
         table = {"kind": [kind] * len(batch), "prompt_id": batch["prompt_ids"].tolist()}
+        images = batch["media_keys"].tolist() if "media_keys" in batch else [0] * len(batch)
+        table["prompt_digest"] = [*map(_digest, batch["prompt_text"], images)]
         table |= {"sample_id": batch["sample_ids"].tolist(), "score": scores.tolist()}
         table |= {"tokens": batch["response_mask"].sum(dim=1).tolist(), "success": (scores >= success).tolist()}
         if (episodes := batch.non_tensor_batch.get("episode")) is not None:
@@ -258,6 +261,11 @@ def evaluated_rows(
         table |= {name: batch[f"{name}_text"].tolist() for name in ("prompt", "response") if has_texts}
         records += [dict(zip(table, row, strict=True)) for row in zip(*table.values(), strict=True)]
     return records
+
+
+def _digest(prompt: str, images: int) -> str:
+    """By which `verl report` knows the prompts that two runs share."""
+    return hashlib.blake2b(f"{images} {prompt}".encode(), digest_size=6).hexdigest()
 
 
 def token_rows(batch: DataProto, count: int, tokenizer: Any) -> list[dict[str, Any]]:

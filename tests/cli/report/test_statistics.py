@@ -6,19 +6,18 @@ import json
 
 import numpy as np
 import pytest
-import yaml
-from cli.report.run_files import run_directory
+from cli.report.run_files import evals, run_directory, write_lines
 
 from verl.cli.report.page import interval_over_seeds, paired_bootstrap, report, student_t
 
 
 def test_runs_that_evaluate_other_prompts_are_not_paired(tmp_path):
     paired = []
-    for name in ("same.jsonl", "other.jsonl"):
+    for name in ("same", "other"):
         runs = [run_directory(tmp_path / f"{name}{size}", group_size=size) for size in (4, 8)]
-        for run, file in zip(runs, ("same.jsonl", name)):
-            config = yaml.safe_load((run / "config.yaml").read_text())
-            (run / "config.yaml").write_text(yaml.safe_dump({**config, "data": {"eval_files": [file]}}))
+        for run, prompts in zip(runs, ("same", name)):
+            rows = [{**row, "prompt_digest": f"{prompts} {row['prompt_id']}"} for row in evals(30, 15)]
+            write_lines(run / "evals/step_30.jsonl", rows)
         content = json.loads(report(runs).split('type="application/json">')[1].split("</script>")[0])
         paired.append(content["comparison"]["statistics"][-1])
     assert [line["interval"] is None for line in paired] == [False, True]

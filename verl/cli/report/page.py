@@ -67,22 +67,6 @@ MAX_TEXTS = 4_000_000  # characters of all samples
 MAX_TOKENS = 50_000  # tokens of all rows in the view of tokens
 MAX_PROMPTS = 5_000  # listed by pass rate
 SEED = "trainer.seed"
-# Settings of data that choose the held-out prompts
-EVALUATED = [
-    "_target_",
-    "eval_files",
-    "dataset",
-    "name",
-    "revision",
-    "eval_split",
-    "held_out",
-    "seed",
-    "digits",
-    "task",
-    "min_digits",
-    "max_digits",
-    "highest",
-]
 # Settings that name a run or where it writes, in which runs of one group may differ
 NAMES = (SEED, "trainer.experiment_name", "trainer.project_name", "checkpoint.save_dir", "resume")
 
@@ -492,15 +476,21 @@ def _paired(first: RunRecord, second: RunRecord) -> tuple[Interval | None, str]:
     steps = [step for step in first.evals if step in second.evals]
     if not steps:
         return None, "none: the runs have no evals/ of the same step"
-    both = (first.identity, second.identity)  # with the content of files; else their names
-    facts = both if all(both) else (first.config, second.config)
-    if len({json.dumps([of_run.get(f"data.{key}") for key in EVALUATED]) for of_run in facts}) > 1:
-        return None, "none: the runs evaluate other prompts"
     step = steps[-1]
+    one, other = (dict(_digests(run.evals[step])) for run in (first, second))
+    if any(one[number] != other[number] for number in one.keys() & other.keys()):
+        return None, "none: the runs evaluate other prompts"
     interval = paired_bootstrap(pass_rates(first.evals[step], "greedy"), pass_rates(second.evals[step], "greedy"))
     if interval is None:
         return None, "none: the evaluations share fewer than two prompts"
     return interval, f"bootstrap over {interval.count} prompts of step {step}, one run of each: not over seeds"
+
+
+def _digests(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, Any]]:
+    """The digest of each evaluated prompt, by its number."""
+    for row in rows:
+        if isinstance(number := row.get("prompt_id"), int):
+            yield number, row.get("prompt_digest")
 
 
 def _last_shared(runs: Sequence[RunRecord]) -> tuple[str, float]:
