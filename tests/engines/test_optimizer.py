@@ -62,11 +62,14 @@ def test_a_learning_rate_suits_the_size_of_the_model(parameters, lr):
     assert lr_for_size(parameters) == pytest.approx(lr, rel=0.02)
 
 
-def test_a_rate_that_is_not_given_is_chosen_for_the_model_and_the_role(model32):
+def test_a_rate_that_is_not_given_is_chosen_for_the_model_and_the_role(model32, caplog):
     model = model32.load_causal_lm("cpu")
     chosen = AdamW().for_model(model)
     assert chosen.lr == pytest.approx(lr_for_size(sum(p.numel() for p in model.parameters())), rel=0.05)
     assert AdamW().for_model(model, 10.0).lr == pytest.approx(10 * chosen.lr, rel=0.05)
     assert AdamW(lr=0.5).for_model(model, 10.0).lr == 0.5
+    caplog.set_level("INFO")
+    AdamW().for_model(model, path="critic.")
+    assert "critic.optimizer.lr is null" in caplog.text
     large = torch.nn.Linear(30_000, 10_000, bias=False, device="meta")
     assert (AdamW().for_model(large).lr, AdamW().for_model(large, 10.0).lr) == (1e-6, 1e-5)

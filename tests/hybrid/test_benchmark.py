@@ -38,3 +38,5 @@ def test_every_way_of_switching_is_timed_and_weighed_and_leaves_the_actor_as_it_
 def test_a_mode_that_does_not_exist_is_refused(actor):
     with pytest.raises(ConfigError, match=r"mode is 'relod': must be one of .* Did you mean reload\?"):
         measure_switch_overhead(actor, mode="relod")  # type: ignore
+    with pytest.raises(ConfigError, match="repeats is 0"):
+        measure_switch_overhead(actor, repeats=0)

@@ -306,6 +306,7 @@ test_what_cannot_be_an_actor_is_refused_by_name = refused(
     ("from_pretrained.path", "/nowhere/at/all", lambda: HybridActor.from_pretrained("/nowhere/at/all")),
     ("from_pretrained.path", "weights", of_architecture),
     ("from_pretrained.dtyp", "dtype?", of_whole(dtyp="bfloat16")),
+    ("from_pretrained.device", "cuda:99", lambda dir32: HybridActor.from_pretrained(dir32, device="cuda:99")),
     ("rollout", "vlm", lambda model32: HybridActor(model32.load_causal_lm("cpu"), rollout="vlm")),
 )
 
@@ -318,6 +319,8 @@ test_what_cannot_be_generated_is_refused_by_name = refused(
     ("generate.num_beam", "num_return_sequences", asked(num_beam=2)),
     ("generate.temperatur", "temperature?", asked(temperatur=1.0)),
     ("temperature", 0.0, asked(do_sample=True, temperature=0.0)),
+    ("temperature", 1e-40, asked(do_sample=True, temperature=1e-40)),
+    ("seed", 2**70, asked(do_sample=True, seed=2**70)),
     ("temperature", "hot", asked(do_sample=True, temperature="hot")),
     ("top_p", 1.5, asked(do_sample=True, top_p=1.5)),
     ("max_new_tokens", 64, asked(max_new_tokens=60)),

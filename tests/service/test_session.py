@@ -337,8 +337,18 @@ def test_a_closed_session_says_so_and_may_be_closed_again(model64):
     for call in (lambda: one.sample([[5, 6]]), lambda: one.forward_backward([Datum([5], {"target_tokens": [6]})])):
         with refusal("this"):
             call()
-    with refusal("micro_batch_tokens", value=0):
-        TrainingSession(model64, micro_batch_tokens=0)
+
+
+def test_settings_of_a_session_that_cannot_work_are_refused(model64, tmp_path):
+    for name, value in (("micro_batch_tokens", 0), ("device", "cuda:99")):
+        with refusal(name, value=value):
+            TrainingSession(model64, **{name: value})
+    with session(model64) as one:
+        one.save(tmp_path)
+        with refusal("temperature", value=1e-40):
+            one.sample([[5, 6]], temperature=1e-40)
+    with refusal("model", value=tmp_path):  # its adapter would be saved without the first one
+        TrainingSession(tmp_path)
 
 
 # -- samples

@@ -258,6 +258,7 @@ def resolve(
     storage: Storage | None = None,
     is_own: IsOwn | None = None,
     dry: bool = False,
+    setting: str = "resume",
 ) -> ResumePoint | None:
     """The checkpoint that a path means; None if `latest` finds none.
 
@@ -275,32 +276,35 @@ def resolve(
         is_own: of a directory, the newest checkpoint of this training is meant, wherever those of others stand. Where
             it holds those of others alone, their newest is returned, for the caller to refuse. None: any training.
         dry: find it, and do nothing else.
+        setting: what gave the path, for messages.
     Raises:
         ConfigError: there is no such directory, it holds no checkpoint, or all of them are damaged.
         BadCheckpoint: it does not verify.
     """
     if not path.strip():
-        raise ConfigError("resume is empty: give latest, a checkpoint, its parent or a run, or leave it out.")
+        raise ConfigError(f"{setting} is {path!r}: give latest, a checkpoint, its parent or a run.")
     if is_address(path):
-        return _at_address(path, save_dir, storage, dry)
-    search = _Search(strict=strict, verify=verify, is_own=is_own, dry=dry)
+        return _at_address(path, save_dir, storage, dry, setting)
+    search = _Search(strict=strict, verify=verify, is_own=is_own, dry=dry, setting=setting)
     if path == LATEST:
-        what = f"resume=latest looked in {save_dir}" + (f" and {tier.address}" if tier is not None else "")
+        what = f"{setting}=latest looked in {save_dir}" + (f" and {tier.address}" if tier is not None else "")
         return search.newest(save_dir, what, tier=tier)
     try:
         where = resolve_path(path)
         if where.name not in (None, LATEST):
             checkpoint = search.verified(where.directory / where.name)
-            return ResumePoint(checkpoint, read_state(FileSystem(), checkpoint), f"resume={path} names it")
-        if (point := search.newest(where.directory, f"resume={path}", where.lineage)) is not None:
+            return ResumePoint(checkpoint, read_state(FileSystem(), checkpoint), f"{setting}={path} names it")
+        if (point := search.newest(where.directory, f"{setting}={path}", where.lineage)) is not None:
             return point
         whose = "" if where.lineage is None else " of this run"
         raise CheckpointNotFound(f"{where.directory} holds no complete checkpoint{whose}")
     except CheckpointNotFound as error:
-        raise ConfigError(f"resume is {path!r}: {error}. Give a checkpoint, its parent, a run, or latest.") from error
+        raise ConfigError(
+            f"{setting} is {path!r}: {error}. Give a checkpoint, its parent, a run, or latest."
+        ) from error
 
 
-def _at_address(address: str, save_dir: Path, storage: Storage | None, dry: bool) -> ResumePoint:
+def _at_address(address: str, save_dir: Path, storage: Storage | None, dry: bool, setting: str) -> ResumePoint:
     """The checkpoint that an address leads to, hashed while it is fetched."""
     try:
         if dry:
@@ -311,7 +315,7 @@ def _at_address(address: str, save_dir: Path, storage: Storage | None, dry: bool
         checkpoint, place = bring(address, save_dir, storage)
         return ResumePoint(checkpoint, read_state(FileSystem(), checkpoint), f"fetched from {address}", place)
     except (CheckpointNotFound, ConfigError, StorageError) as error:
-        raise ConfigError(f"resume is {address!r}: {error}") from error
+        raise ConfigError(f"{setting} is {address!r}: {error}") from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -322,6 +326,7 @@ class _Search:
     verify: bool
     is_own: IsOwn | None
     dry: bool
+    setting: str
 
     def newest(
         self, directory: Path, what: str, lineage: dict[str, int] | None = None, tier: CheckpointTier | None = None
@@ -368,8 +373,8 @@ class _Search:
         if faults and not others:
             where = str(directory) if tier is None else f"{directory} and {tier.address}, or such as cannot be fetched,"
             raise ConfigError(
-                f"resume finds damaged checkpoints in {where} and no whole one (the last: {faults[-1]}). Repair or "
-                "remove them, or start without resume."
+                f"{self.setting} finds damaged checkpoints in {where} and no whole one (the last: {faults[-1]}). "
+                f"Repair or remove them, or start without {self.setting}."
             )
         return others[0] if others else None
 

@@ -58,13 +58,17 @@ class AdamW(Description):
     warmup_updates: NonNegativeInt = 0
     final_fraction: UnitInterval = 0.0
 
-    def for_model(self, model: nn.Module, factor: float = 1.0) -> AdamW:
-        """This component with `lr` filled in, if it is null: `factor` times `lr_for_size` of the model."""
+    def for_model(self, model: nn.Module, factor: float = 1.0, path: str = "") -> AdamW:
+        """This component with `lr` filled in, if it is null: `factor` times `lr_for_size` of the model.
+
+        Args:
+            path: of the role, such as `critic.`.
+        """
         if self.lr is not None:
             return self
         count = sum(parameter.numel() for parameter in model.parameters())
         chosen = float(f"{factor * lr_for_size(count):.2g}")
-        _log.info("optimizer.lr is null: using %g for a model of %.3g million parameters", chosen, count / 1e6)
+        _log.info("%soptimizer.lr is null: using %g for a model of %.3g million parameters", path, chosen, count / 1e6)
         return replace(self, lr=chosen)
 
     def learning_rate(self, update: int, total: int) -> float:

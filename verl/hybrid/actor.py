@@ -39,7 +39,7 @@ from verl.models.pretrained import Pretrained, quiet_transformers
 from verl.rollout.base import SAME_TENSORS, GenerationRequest, Rollout, RolloutEngine, SyncResult
 from verl.rollout.generation_group import from_first
 from verl.rollout.responses import ResponseGenerator
-from verl.utils.memory import release_cached
+from verl.utils.memory import refuse_device, release_cached
 from verl.workers.base import load_unsharded
 
 if TYPE_CHECKING:
@@ -141,6 +141,7 @@ class HybridActor:
         pretrained = described(Pretrained, "from_pretrained", {"path": str(name_or_path), **source})
         if device == "auto":
             device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
+        refuse_device(device, "from_pretrained.device")
         parallelism = hybrid_parallelism(config, device)
         with faults_below("from_pretrained"):
             if parallelism is None:

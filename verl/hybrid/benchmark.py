@@ -32,10 +32,12 @@ def measure_switch_overhead(actor: HybridActor, mode: Mode = "eval", repeats: in
         Medians `latency_ms` and `mem_increase_mb`, with `latency_ms_quartiles`, `mode` and `repeats`. Memory is the
         increase of tensors on a GPU, or of the process on a CPU, after the switch.
     Raises:
-        ConfigError: there is no such mode.
+        ConfigError: there is no such mode, or nothing to repeat.
     """
     if mode not in (known := get_args(Mode)):
         raise ConfigError(f"mode is {mode!r}: must be one of {', '.join(known)}.{hint(nearest(str(mode), known))}")
+    if repeats < 1:
+        raise ConfigError(f"repeats is {repeats}: must be at least 1.")
     if mode == "reload" and actor.process_group is not None:
         raise ConfigError("mode is 'reload': it loads the model into one process. Use an unsharded actor.")
     was_training = [module for module in actor.model.modules() if module.training]

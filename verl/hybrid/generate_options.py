@@ -85,7 +85,13 @@ def read_options(options: Mapping[str, Any], model: Any, tokenizer: Any, prompt_
 
 
 def seed_of_call(config: GenerationConfig, seed: int | None, generator: torch.Generator | None) -> int:
-    """The seed of a call; greedy calls do not use a generator."""
+    """The seed of a call; greedy calls do not use a generator.
+
+    Raises:
+        ConfigError: it is no integer of 64 bits.
+    """
+    if seed is not None and not (isinstance(seed, int) and -(2**63) <= seed < 2**63):
+        raise ConfigError(f"seed is {seed!r}: expected an integer of 64 bits.")
     if seed is not None or not config.do_sample:
         return seed or 0
     return int(torch.randint(2**62, (), generator=generator, device=None if generator is None else generator.device))

@@ -264,7 +264,7 @@ def evaluated_rows(
 
 
 def _digest(prompt: str, images: int) -> str:
-    """By which `verl report` knows the prompts that two runs share."""
+    """Identity of a prompt, by which `verl report` finds those that two runs share."""
     return hashlib.blake2b(f"{images} {prompt}".encode(), digest_size=6).hexdigest()
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 from torch import Tensor
 
 from verl.component import BuildContext, Description, component
@@ -20,6 +20,7 @@ from verl.rollout.generation_group import GenerationGroup
 from verl.utils.memory import DeviceMemory
 
 ALONE = BuildContext()
+LOWEST_TEMPERATURE = 1e-6  # logits divided by less could overflow
 
 
 # Weights from an actor in pipeline `stages`, or with sharded `experts` (sharding.ep); a user-defined torch module
@@ -36,7 +37,7 @@ class Rollout(Description):
     `top_k`, `top_p` and `min_new_tokens`.
 
     Args:
-        temperature: divides the logits; above 0. Greedy decoding is chosen per request, not by a temperature of 0.
+        temperature: divides the logits. Greedy decoding is chosen per request, not by a temperature of 0.
         top_k: sample from the k likeliest tokens; 0 for all.
         top_p: sample from the likeliest tokens with this total probability.
         max_new_tokens: maximum tokens of a response.
@@ -63,7 +64,7 @@ class Rollout(Description):
     may_change: ClassVar[bool] = False
     call_timeout_s: ClassVar[float] = 0.0
 
-    temperature: PositiveFloat = 1.0
+    temperature: Annotated[float, Field(ge=LOWEST_TEMPERATURE)] = 1.0
     top_k: NonNegativeInt = 0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     max_new_tokens: PositiveInt = 128

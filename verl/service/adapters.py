@@ -26,7 +26,7 @@ from verl.engines.parallel_dims import Parallelism
 from verl.errors import ConfigError
 from verl.models.heads import LMHead
 from verl.models.images import vision_tower
-from verl.models.lora import LoRA
+from verl.models.lora import LoRA, second_adapter_fault
 from verl.models.model_files import quiet_transformers
 from verl.models.parallel_info import Autocast
 from verl.models.pretrained import ModelSource
@@ -87,6 +87,8 @@ class BaseModel:
     ):
         from peft import LoraConfig, get_peft_model
 
+        if (fault := second_adapter_fault(getattr(source, "path", ""))) is not None:
+            raise ConfigError(f"model {fault}")
         self.lock = threading.RLock()
         self._new_engine = functools.partial(
             TrainingEngine, parallel=Parallelism(), micro_batch_tokens=micro_batch_tokens, autocast=autocast,

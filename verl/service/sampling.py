@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -13,7 +13,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from verl.component import Description, component
 from verl.ops.sampling import NO_TURN
-from verl.rollout.base import RolloutEngine, TurnLimits, TurnRequest, TurnResult, stop_tokens
+from verl.rollout.base import LOWEST_TEMPERATURE, RolloutEngine, TurnLimits, TurnRequest, TurnResult, stop_tokens
 from verl.rollout.hf import HFEngine
 from verl.service.data import checked_tokens
 from verl.utils.seeding import derive_seed
@@ -40,6 +40,10 @@ class SamplingOptions(Description):
     top_k: NonNegativeInt = 0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     stop: StopText | Annotated[tuple[StopText | StopToken, ...], Field(max_length=256)] | None = None
+
+    def faults(self) -> Iterator[str]:
+        if 0 < self.temperature < LOWEST_TEMPERATURE:
+            yield f"temperature is {self.temperature}: expected 0, for the likeliest, or at least {LOWEST_TEMPERATURE}."
 
 
 @dataclass(frozen=True)

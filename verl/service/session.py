@@ -34,6 +34,7 @@ from verl.service.adapters import BaseModel
 from verl.service.data import Datum, LossOutput, LossRows, checked_tokens, loss_rows
 from verl.service.losses import loss_of
 from verl.service.sampling import PromptRequest, Sample, SamplingOptions, sample
+from verl.utils.memory import refuse_device
 
 
 class TrainingSession:
@@ -84,6 +85,7 @@ class TrainingSession:
                 raise ConfigError(f"micro_batch_tokens is {micro_batch_tokens}: expected at least 1.")
             if device == "auto":
                 device = "cuda:0" if torch.cuda.is_available() else "cpu"
+            refuse_device(device, "device")
             model = BaseModel(source, device, autocast, micro_batch_tokens, rollout=rollout)
         self.base, self._samplings = model, 0
         self.name = f"session_{next(self._numbers)}"

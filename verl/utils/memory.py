@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from verl.errors import ConfigError
 from verl.utils.main_memory import keep_freed_memory
 
 if TYPE_CHECKING:
@@ -27,6 +28,17 @@ def used_bytes(device: torch.device) -> int:
 
         return torch.cuda.memory_allocated(device)
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def refuse_device(device: str | int | torch.device, path: str) -> None:
+    """Raises ConfigError if torch has no such device here."""
+    import torch
+
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, TypeError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"{path} is {device!r}: torch has no {device} here ({reason}).") from error
 
 
 @dataclass(frozen=True)

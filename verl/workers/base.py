@@ -174,7 +174,8 @@ class TrainedRole(Description):
         if self.gradient_checkpointing:
             enable: Any = model.gradient_checkpointing_enable
             enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        optimizer = self.optimizer.for_model(model, self.lr_factor * (1.0 if self.lora is None else ADAPTER_LR_FACTOR))
+        factor = self.lr_factor * (1.0 if self.lora is None else ADAPTER_LR_FACTOR)
+        optimizer = self.optimizer.for_model(model, factor, f"{path or component}.")
         engine = TrainingEngine(
             model, parallel, self.micro_batch_tokens, optimizer, total_updates, self.decided_autocast, self.packing
         )

@@ -81,7 +81,7 @@ def test_a_tag_names_the_directory(store):
     assert store.newest().step == 600
 
 
-@pytest.mark.parametrize("tag", ["", "a/b", "..", ".hidden", "latest", "run.lock", "global_step_7", "x" * 201])
+@pytest.mark.parametrize("tag", ["", 5, "a/b", "..", ".hidden", "latest", "run.lock", "global_step_7", "x" * 201])
 def test_a_tag_that_is_no_name_of_its_own_is_refused(tag, store):
     with refusal("tag"):
         store.begin(1, tag=tag)

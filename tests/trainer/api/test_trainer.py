@@ -305,6 +305,8 @@ def test_what_cannot_be_loaded_is_refused_in_words(dir32, tmp_path):
         ):
             with refusal(name, value=value):
                 made.load_checkpoint(saved, **{name: given})  # type: ignore
+        with refusal("path", value="/no/such/run"):
+            made.load_checkpoint("/no/such/run")
         with refusal(kind=CheckpointNotFound):
             made.load_checkpoint("latest")
     with trainer(dir32, train_dataset=ROWS[:6]) as other:

@@ -416,7 +416,9 @@ class CheckpointStore(CheckpointDirectory):
             CheckpointFenced: another trainer has taken over.
             CheckpointWriteFailed: the directory cannot be written.
         """
-        if tag is not None and (not NAME.fullmatch(tag) or tag in RESERVED or tag.startswith("global_step_")):
+        if tag is not None and (
+            not isinstance(tag, str) or not NAME.fullmatch(tag) or tag in RESERVED or tag.startswith("global_step_")
+        ):
             raise ConfigError(
                 f"tag is {tag!r}: it names a directory. Use letters, digits and . _ = + -, and none of the store's own "
                 f"names ({', '.join(sorted(RESERVED))}, global_step_...)."

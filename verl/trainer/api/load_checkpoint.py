@@ -10,8 +10,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from verl.checkpoint.read.lazy_tensors import DeviceMap
 from verl.checkpoint.read.reader import CheckpointReader
 from verl.checkpoint.resolve import ResumePoint, resolve
@@ -20,6 +18,7 @@ from verl.errors import CheckpointNotFound, ConfigError
 from verl.trainer.state.driver_state import load_parts
 from verl.trainer.state.training_identity import identity_of, refuse_other_identity
 from verl.trainer.train_loop import TrainLoop
+from verl.utils.memory import refuse_device
 from verl.workers.load_state import CheckpointSelection
 
 COMPONENTS = ("actor", "critic", "optimizer", "scheduler", "dataloader", "rng", "replay_buffer")
@@ -54,7 +53,7 @@ def load_checkpoint(
     chosen = _chosen(trainer, components)
     _refuse_devices(device_map)
     loop.settle()
-    point = resolve(str(path), trainer.saving.directory, verify=False)
+    point = resolve(str(path), trainer.saving.directory, verify=False, setting="path")
     if point is None:
         raise CheckpointNotFound(f"path is {path!r}: there is no checkpoint in {trainer.saving.directory}")
     if components is None and point.state.get("identity"):
@@ -94,13 +93,8 @@ def _chosen(trainer: Any, components: Sequence[str] | None) -> list[str]:
 def _refuse_devices(device_map: DeviceMap) -> None:
     named = list(device_map.values()) if isinstance(device_map, Mapping) else [device_map]
     for device in named:
-        if device is None:
-            continue
-        try:
-            torch.empty(0, device=device)
-        except (RuntimeError, AssertionError, TypeError) as error:
-            reason = str(error).splitlines()[0]
-            raise ConfigError(f"device_map is {device_map!r}: torch has no {device} here ({reason}).") from error
+        if device is not None:
+            refuse_device(device, "device_map")
 
 
 def _refuse_with_path(point: ResumePoint, identity: Mapping[str, Any]) -> None:
