@@ -342,7 +342,7 @@ def test_a_closed_session_says_so_and_may_be_closed_again(model64):
 def test_settings_of_a_session_that_cannot_work_are_refused(model64, tmp_path):
     for name, value in (("micro_batch_tokens", 0), ("device", "cuda:99")):
         with refusal(name, value=value):
-            TrainingSession(model64, **{name: value})
+            TrainingSession(model64, **{name: value})  # type: ignore
     with session(model64) as one:
         one.save(tmp_path)
         with refusal("temperature", value=1e-40):

@@ -182,7 +182,15 @@ def test_an_address_is_a_storage() -> None:
     found = storage_at("s3://other/runs/one/", like)
     assert found == dataclasses.replace(like, bucket="other", prefix="runs/one")
     assert storage_at("file:///tmp/verl-not-there").address == "file:///tmp/verl-not-there"
-    for wrong in ("ftp://a/b", "s3://key:secret@bucket/a", "s3://bucket/a?token=1"):
+    assert storage_at("file:///tmp/runs#1/a?b c").address == "file:///tmp/runs#1/a?b c"  # and nowhere above
+    for wrong in (
+        "ftp://a/b",
+        "file://tmp/a",
+        "file://~/a",
+        "s3://bucket/a#b",
+        "s3://key:secret@bucket/a",
+        "s3://bucket/a?token=1",
+    ):
         with pytest.raises(ConfigError, match="is not an address of a storage") as caught:
             storage_at(wrong)
         assert "secret" not in str(caught.value)

@@ -232,19 +232,19 @@ def storage_at(address: str, like: Storage | None = None) -> Storage:
     Raises:
         ConfigError: the address is invalid.
     """
-    parts = urlsplit(address)
-    if parts.scheme == "file":
-        return LocalStorage(path=parts.path)
-    kind = SCHEMES.get(parts.scheme)
-    if kind is None or parts.query or parts.fragment or "@" in parts.netloc:
-        known = ", ".join(f"{scheme}://" for scheme in (*SCHEMES, "file"))
+    scheme, _, place = address.partition("://")  # not by urllib, which drops what follows # and ?, and line ends
+    if scheme == "file" and place.startswith("/"):
+        return LocalStorage(path=place)
+    kind, (bucket, _, prefix) = SCHEMES.get(scheme), place.partition("/")
+    if kind is None or {*"?#"} & {*place} or "@" in bucket:
+        known = ", ".join(f"{scheme}://" for scheme in SCHEMES)
         raise ConfigError(
-            f"{redact(address)!r} is not an address of a storage: expected one of {known}, a bucket and a prefix."
+            f"{redact(address)!r} is not an address of a storage: expected one of {known}, a bucket and a prefix, or "
+            "file:// and the whole path of a directory."
         )
-    prefix = parts.path.strip("/")
     if type(like) is kind:
-        return dataclasses.replace(like, bucket=parts.netloc, prefix=prefix)  # type: ignore[call-arg]
-    return kind(bucket=parts.netloc, prefix=prefix)  # type: ignore[call-arg]
+        return dataclasses.replace(like, bucket=bucket, prefix=prefix)  # type: ignore[call-arg]
+    return kind(bucket=bucket, prefix=prefix)  # type: ignore[call-arg]
 
 
 def storage_from(keys: dict[str, Any]) -> Storage:
