@@ -53,6 +53,13 @@ def test_what_is_not_there_is_refused_by_its_key_before_anything_is_trained(path
     assert not [*tmp_path.iterdir()]
 
 
+@pytest.mark.parametrize("gpus", [64, 0.5])
+def test_more_gpus_than_this_machine_has_are_refused_before_ray_starts(gpus, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    with refusal("trainer.placement.num_gpus", value=gpus):
+        refuse_here(validate(compose_root("ppo", ["trainer=ray", f"++trainer.placement.num_gpus={gpus}"])))
+
+
 def test_a_run_with_ray_is_planned_where_ray_is_not_installed_and_refused_before_it_starts(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     run = validate(compose_root("ppo", ["trainer=ray"]))

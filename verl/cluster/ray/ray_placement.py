@@ -111,7 +111,19 @@ class RayPlacement(Placement):
             yield f"in_driver names {', '.join(here)}: no role is left for Ray. Set trainer=local, or leave one out."
 
     def lacks(self, roles: Collection[str], nnodes: int, per_node: int, device: str) -> Iterator[str]:
+        sizes = self._pool_sizes(roles, nnodes * per_node)
         if self.address is None:
+            import torch
+
+            there = torch.cuda.device_count()
+            gpus = self._gpus_of_worker(device != "cpu" and there > 0)
+            needed = math.ceil(gpus) * sum(max(sizes[x] for x in pools) for pools in self.sharing(list(sizes), gpus))
+            if needed > there:
+                yield (
+                    f"trainer.placement.num_gpus is {gpus:g}: the workers of this run need {needed} GPUs, and this "
+                    f"machine has {there}. Set it or trainer.n_gpus_per_node lower, or join a cluster by "
+                    "trainer.placement.address."
+                )
             return
         from verl.cluster.ray.ray_init import machines_of
 
@@ -134,7 +146,6 @@ class RayPlacement(Placement):
                 f"for each of {per_node} workers ({nodes}). {more}, or set it lower."
             )
             return
-        sizes = self._pool_sizes(roles, nnodes * per_node)
         together = self.sharing(list(sizes), gpus)
         cpus, whole = self.num_cpus * max(map(len, together)), math.ceil(gpus) if gpus else 0
         total = sum(max(sizes[pool] for pool in pools) for pools in together)
