@@ -53,6 +53,13 @@ def test_what_is_not_there_is_refused_by_its_key_before_anything_is_trained(path
     assert not [*tmp_path.iterdir()]
 
 
+def test_a_file_in_the_place_of_a_directory_of_the_store_is_found_before_the_first_save(tmp_path):
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved/staging").write_text("in the way")
+    with refusal("checkpoint.save_dir", value="not a directory"):
+        refuse_here(validate(compose_root("ppo", ["++checkpoint.save_dir=saved"])))
+
+
 @pytest.mark.parametrize("gpus", [64, 0.5])
 def test_more_gpus_than_this_machine_has_are_refused_before_ray_starts(gpus, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)

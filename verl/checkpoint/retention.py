@@ -75,8 +75,8 @@ def recorded_ancestors(state: Mapping[str, Any]) -> dict[str, int] | None:
     return ancestors if isinstance(ancestors, dict) else None
 
 
-def prune(store: CheckpointStore, retention: Retention) -> list[str]:
-    """Remove what is not kept. Bad checkpoints are not counted and not touched.
+def prune(store: CheckpointStore, retention: Retention, keep: Iterable[str] = ()) -> list[str]:
+    """Remove what is neither kept nor named by `keep`. Bad checkpoints are not counted and not touched.
 
     >>> prune(store, Retention(keep_last_n=3, keep_best="eval/accuracy"))  # there are two
     []
@@ -93,7 +93,7 @@ def prune(store: CheckpointStore, retention: Retention) -> list[str]:
         complete = [checkpoint for checkpoint in store.complete() if retention.covers(checkpoint)]
         pins = store.directory / PINS
         kept = retention.kept(complete, store.disk.names(pins) if store.exists(pins) else ())
-        kept |= waiting_for_upload(store, complete, kept)
+        kept |= waiting_for_upload(store, complete, kept) | {*keep}
         dropped = [checkpoint for checkpoint in complete if checkpoint.name not in kept]
         if not dropped:
             return []

@@ -15,7 +15,7 @@ from verl.checkpoint.read.discovery import CheckpointDirectory
 from verl.checkpoint.remote import transfer
 from verl.checkpoint.remote.commit_log import CommitLog
 from verl.checkpoint.remote.remote_store import RemoteStore, object_key
-from verl.checkpoint.remote.transfer import pull, upload
+from verl.checkpoint.remote.transfer import bring, pull, upload
 from verl.errors import CheckpointCorrupt, CheckpointFenced, CheckpointIncomplete, CheckpointNotFound, ConfigError
 from verl.storage.config import GCSStorage, LocalStorage, OSSStorage
 from verl.storage.store import ObjectStore
@@ -60,6 +60,16 @@ def test_what_was_pushed_is_pulled_bit_by_bit(any_objects: ObjectStore, tmp_path
     for file in files:
         assert (pulled.directory / file).read_bytes() == (checkpoint.directory / file).read_bytes()
     assert CheckpointDirectory(tmp_path / "there").newest().step == 3
+
+
+def test_what_was_fetched_for_earlier_starts_is_removed(objects: ObjectStore, tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4):
+        push(objects, save(tmp_path / "here", step))
+    for step in (1, 2, 3, 4, 1):
+        found, _ = bring(f"{objects.address}/global_step_{step}", tmp_path / "there")
+        assert found.step == step
+        kept = sorted(path.name for path in found.directory.parent.glob("global_step_*"))
+    assert kept == ["global_step_1", "global_step_3", "global_step_4"]  # the newest two, and the one asked for
 
 
 @pytest.mark.parametrize("damage", ["altered", "cut", "missing"])

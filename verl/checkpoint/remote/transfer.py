@@ -38,8 +38,10 @@ from verl.checkpoint.read.discovery import FETCHED
 from verl.checkpoint.read.reader import CheckpointReader, checked_file
 from verl.checkpoint.remote.commit_log import CommitLog, LogRecord
 from verl.checkpoint.remote.remote_store import MANIFESTS, RemoteCheckpoint, RemoteStore, object_key
+from verl.checkpoint.retention import FEWEST_KEPT, Retention, prune
 from verl.errors import (
     BadCheckpoint,
+    CheckpointError,
     CheckpointNotFound,
     ConfigError,
     StorageError,
@@ -249,7 +251,8 @@ def bring(address: str, save_dir: Path, storage: Storage | None = None) -> tuple
     """Fetch what an address names: a tier, of which the newest is meant, or one checkpoint of it; and the place of the
     tier.
 
-    It is downloaded to a directory below `save_dir/fetched`, which may be deleted at any time.
+    It is downloaded to a directory below `save_dir/fetched`, which may be deleted at any time and has the newest two
+    besides.
 
     Args:
         storage: whose settings are taken over where it is of the same kind.
@@ -259,7 +262,10 @@ def bring(address: str, save_dir: Path, storage: Storage | None = None) -> tuple
     """
     tier, record = find_at(address, storage)
     digest = hashlib.blake2b(tier.store.address.encode(), digest_size=6).hexdigest()
-    fetched = pull(tier, record or tier.newest().record, CheckpointStore(save_dir / FETCHED / digest))
+    store = CheckpointStore(save_dir / FETCHED / digest)
+    fetched = pull(tier, record or tier.newest().record, store)
+    with contextlib.suppress(CheckpointError):  # another process prunes there
+        prune(store, Retention(keep_last_n=FEWEST_KEPT), keep=[fetched.name])
     return fetched, storage_at(tier.store.address, storage)
 
 

@@ -35,7 +35,7 @@ from verl.checkpoint.ownership import (
     living_holder,
     lock_run_directory,
 )
-from verl.checkpoint.read.discovery import LATEST, CheckpointDirectory
+from verl.checkpoint.read.discovery import LATEST, OWN_DIRECTORIES, CheckpointDirectory
 from verl.checkpoint.remote.transfer import CheckpointTier, tier_of
 from verl.checkpoint.resolve import ResumePoint, RunCheckpoints, resolve
 from verl.checkpoint.retention import recorded_ancestors
@@ -234,7 +234,8 @@ class SaveDirectoryChoice:
     # -- who saves there now ------------------------------------------------------------------------------------------
 
     def _refuse_unusable(self, resume: str | None, uses_storage: bool) -> None:
-        if self._saves and (fault := unwritable(self.directory)) is not None:
+        places = [self.directory, *(self.directory / name for name in OWN_DIRECTORIES)] if self._saves else []
+        if (fault := next(filter(None, map(unwritable, places)), None)) is not None:
             raise ConfigError(
                 f"checkpoint.save_dir leads to {self.directory}: {fault}. Set checkpoint.save_dir=DIR to one that can "
                 "be written, or checkpoint=off."
