@@ -244,18 +244,23 @@ def test_a_sweep_gives_each_job_its_values_and_directory(tmp_path, run_script):
     script = tmp_path / "script.py"
     script.write_text(
         "from verl.compose.launch import entry_point\n"
+        "from verl.errors import ConfigError\n"
         "@entry_point('sft')\n"
         "def main(job):\n"
+        "    if job.config.trainer.seed == 5:\n"
+        "        raise ConfigError('trainer.seed is 5.')\n"
         "    job.record()\n"
         "    print('JOB', job.config.trainer.seed, job.run_dir.relative_to(job.run_dir.parents[3]))\n"
         "main()\n"
     )
-    done = run_script(str(script), "-m", "trainer.seed=3,4")
+    done = run_script(str(script), "-m", "trainer.seed=3,4,5")
     jobs = [line.split() for line in done.stdout.splitlines() if line.startswith("JOB")]
     assert [job[1] for job in jobs] == ["3", "4"], done.stderr
     assert [Path(job[2]).name for job in jobs] == ["0", "1"]
     assert all(job[2].startswith("verl/sft_tiny/") for job in jobs)
     assert len(list(tmp_path.glob("multirun/verl/sft_tiny/*/*/config.yaml"))) == 2
+    table = done.stdout[done.stdout.index("Sweep of 3 jobs") :].splitlines()
+    assert [line.split()[:3] for line in table[2:5]] == [[str(i), str(i + 3), "not"] for i in range(3)]
 
 
 @pytest.mark.exhaustive

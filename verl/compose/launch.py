@@ -33,7 +33,7 @@ from yaml import YAMLError
 from verl.compose import schema
 from verl.compose.compose import compose_root
 from verl.compose.overrides import command_line, composition_fault, flags_of, swept_overrides
-from verl.compose.run_start import RunStart
+from verl.compose.run_start import RunStart, save_overrides
 from verl.compose.schema import ROOTS, conf_dir, group_options, own_conf_dirs, root_keys
 from verl.errors import CheckpointError, ConfigError, VerlError, WorkerError, error_text, root_cause
 from verl.tracking.console import reader_may_leave, set_command, shown_path
@@ -181,7 +181,7 @@ def _run_hydra(root: str, main: Callable[[RunStart], Any], faults: Sequence[str]
                 except OmegaConfBaseException as error:
                     raise ConfigError(composition_fault(root, error)) from error
                 except ConfigError:
-                    if not is_sweep:  # the table of a sweep lists every job
+                    if not is_sweep:
                         job.withdraw()
                     raise
                 finally:
@@ -191,6 +191,8 @@ def _run_hydra(root: str, main: Callable[[RunStart], Any], faults: Sequence[str]
             statuses.append(int(end.code or 0))
             if running.mode != RunMode.MULTIRUN or statuses[-1] in (INTERRUPTED, HUNG_UP, TERMINATED):
                 raise
+            if not job.is_recorded:  # it was refused before: the table of a sweep lists every job
+                save_overrides(overrides, run_dir)
             _tell(f"Job {running.job.num} of the sweep ended with status {statuses[-1]}; this does not end the sweep.")
 
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors reach `_clean_end` unchanged, which prints them

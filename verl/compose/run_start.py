@@ -199,14 +199,19 @@ def _text(value: Any) -> str:
 
 
 def save_config(config: DictConfig, overrides: Sequence[str], run_dir: Path) -> None:
-    """Write `config.yaml`, with references unresolved, and `overrides.yaml`, the overrides of the command line."""
+    """Write `config.yaml`, with references unresolved, and `overrides.yaml`."""
+    save_overrides(overrides, run_dir)
+    _write_yaml(redact_tree(OmegaConf.to_container(config, resolve=False)), run_dir / "config.yaml")
+
+
+def save_overrides(overrides: Sequence[str], run_dir: Path) -> None:
+    """Write `overrides.yaml`, the overrides of the command line."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    trees = {
-        "config": redact_tree(OmegaConf.to_container(config, resolve=False)),
-        "overrides": [*map(redact, overrides)],
-    }
-    for name, tree in trees.items():
-        (run_dir / f"{name}.yaml").write_text(redact(OmegaConf.to_yaml(OmegaConf.create(tree))), "utf-8")
+    _write_yaml([*map(redact, overrides)], run_dir / "overrides.yaml")
+
+
+def _write_yaml(tree: Any, file: Path) -> None:
+    file.write_text(redact(OmegaConf.to_yaml(OmegaConf.create(tree))), "utf-8")
 
 
 _BEFORE_THE_FIRST_STEP = {
