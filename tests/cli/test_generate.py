@@ -180,6 +180,7 @@ def test_a_fine_tuned_policy_is_evaluated_on_its_own_held_out_text_and_answers(d
         evaluations = trainer.fit().evaluations
     told = json.loads(asked("eval", tmp_path / "checkpoints", "--json"))
     assert told["metrics"] == evaluations[told["step"]]
+    assert "'SFTRoot'" in refused("eval", tmp_path / "checkpoints", "data=arithmetic")
     said = asked("generate", tmp_path / "run", "--prompt", "5+1=", "--max-new-tokens", "3", "trainer.num_threads=1")
     prompt, response = said.splitlines()
     assert "5+1=" in prompt

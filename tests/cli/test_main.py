@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -22,6 +23,34 @@ runner = CliRunner()
 def test_the_version_is_that_of_the_package():
     result = runner.invoke(app, ["--version"])
     assert (result.exit_code, result.output) == (0, f"{verl.__version__}\n")
+
+
+SHOWS = """
+import rich
+from verl.cli.console import faults_reported
+from verl.cli.main import app
+
+@app.command()
+def by_rich():
+    rich.get_console().print("shown")
+
+@app.command()
+def in_full():
+    with faults_reported():
+        print("shown", flush=True)
+
+app()
+"""
+
+
+@pytest.mark.parametrize("command", ["by-rich", "in-full"])
+def test_a_command_whose_reader_leaves_ends_without_a_word(command):
+    read, write = os.pipe()
+    os.close(read)
+    words = [sys.executable, "-c", SHOWS, command]
+    done = subprocess.run(words, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (1, "")
 
 
 def test_env_prints_the_check_and_ends_with_its_status(monkeypatch, tmp_path):

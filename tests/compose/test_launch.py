@@ -77,6 +77,24 @@ def test_a_reader_that_leaves_is_no_error_of_what_is_only_shown(flags, tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_a_reader_that_leaves_does_not_end_a_run(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys\nfrom verl.compose.launch import entry_point\n"
+        "@entry_point('sft')\n"
+        "def main(job):\n"
+        "    job.record()\n"
+        "    sys.stderr.write('it trains')\n"
+        "main()\n"
+    )
+    read, write = os.pipe()
+    os.close(read)
+    words = [sys.executable, str(script)]
+    done = subprocess.run(words, stdout=write, stderr=subprocess.PIPE, text=True, cwd=tmp_path, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0, "it trains")
+
+
 LONG = "x" * 300
 REFUSED = [  # script, words, and a sentence that is told once
     ("ppo", "actor=lama8b trainer.lr=1 trainer.backend=dp3 trainer.seed=-1", "4 faults in the configuration:"),

@@ -52,6 +52,10 @@ def one_line_errors() -> Iterator[None]:
         yield
     except BrokenPipeError:  # `verl runs | head`: the command line's library ends it without a word
         raise
+    except SystemExit as end:
+        if isinstance(end.__context__, BrokenPipeError):  # rich has made an exit of it
+            raise end.__context__ from None
+        raise
     except BadCheckpoint as error:
         fail(str(error), FOUND)
     except (VerlError, OSError) as error:
@@ -63,6 +67,8 @@ def faults_reported() -> Iterator[None]:
     """Print errors of arguments and of saved files with all their lines, with status 2."""
     try:
         yield
+    except BrokenPipeError:
+        raise
     except (VerlError, OSError) as error:
         echo(redact(str(error)), err=True)
         raise typer.Exit(FAILED) from error

@@ -241,10 +241,12 @@ def running(
     """
     from verl.component import BuildContext
     from verl.compose.load_policy import has_own_config, policy_run
+    from verl.compose.overrides import composition_faults
 
     if any("_target_" in text for text in overrides):
         sys.path.append(str(Path.cwd()))  # classes that the command names may be in the working directory
-    run = changed(policy_run(saved, root, overrides, None if data is None else data.absolute()))
+    with composition_faults(root):
+        run = changed(policy_run(saved, root, overrides, None if data is None else data.absolute()))
     with TemporaryDirectory("verl-policy-") as directory, run.build(BuildContext(run_dir=Path(directory))) as trainer:
         if root == "ppo" and has_own_config(saved, root) and not any(text.startswith("reward") for text in overrides):
             saved.load_reward(trainer.reward)

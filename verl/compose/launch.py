@@ -32,7 +32,7 @@ from yaml import YAMLError
 
 from verl.compose import schema
 from verl.compose.compose import compose_root
-from verl.compose.overrides import command_line, composition_fault, flags_of, swept_overrides
+from verl.compose.overrides import command_line, composition_fault, composition_faults, flags_of, swept_overrides
 from verl.compose.run_start import RunStart, save_overrides
 from verl.compose.schema import ROOTS, conf_dir, group_options, own_conf_dirs, root_keys
 from verl.errors import CheckpointError, ConfigError, VerlError, WorkerError, error_text, root_cause
@@ -144,10 +144,8 @@ def entry_point(root: str) -> Callable[[Callable[[RunStart], Any]], Callable[[],
 def _explain(root: str, arguments: Sequence[str]) -> None:
     from verl.compose.explain import explained
 
-    try:
+    with composition_faults(root):
         sys.stdout.write(explained(compose_root(root, [word for word in arguments if not word.startswith("-")])))
-    except (HydraException, OmegaConfBaseException, YAMLError) as error:
-        raise ConfigError(composition_fault(root, error)) from error
 
 
 def _run_hydra(root: str, main: Callable[[RunStart], Any], faults: Sequence[str]) -> None:

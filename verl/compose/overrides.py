@@ -11,9 +11,10 @@ the nearest known keys. A value that Hydra's grammar refuses is a text; `~` at i
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -321,6 +322,15 @@ def swept_overrides(arguments: Sequence[str], sweeper: Any, overrides: Sequence[
     varied = {(x.key_or_group, x.package) for x in parsed if x is not None and x.is_sweep_override()}
     read = [(text, parsed_override(text)) for text in overrides]
     return tuple(text for text, x in read if x is not None and (x.key_or_group, x.package) in varied)
+
+
+@contextlib.contextmanager
+def composition_faults(root: str) -> Iterator[None]:
+    """Raises ConfigError with the message of `composition_fault`."""
+    try:
+        yield
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+        raise ConfigError(composition_fault(root, error)) from error
 
 
 def composition_fault(root: str, error: BaseException) -> str:

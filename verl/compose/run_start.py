@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -127,15 +127,17 @@ def print_start(
         run_dir: of the run.
         console: a rich console.
     """
-    print_line(console, visible(redact(f"{run_name(config)} writes to {shown_path(run_dir)}")), "bold", wraps=False)
     changed = differences(config, root, choices)
-    if changed:
-        print_line(console, "differs from the defaults (--cfg job shows the whole configuration):")
+    lines = ["differs from the defaults (--cfg job shows the whole configuration):"] if changed else []
     names = {path: visible(f"{path}={_text(now)}") for path, (now, _) in changed.items()}
     column = min(max(map(len, names.values()), default=0), console.width // 2)
     for path, (_, before) in changed.items():
         line = f"  {names[path]:<{column}}  was {visible(_text(before))}"
-        print_line(console, line if len(line) <= console.width else end_cut(f"  {names[path]}", console.width))
+        lines.append(line if len(line) <= console.width else end_cut(f"  {names[path]}", console.width))
+    with suppress(BrokenPipeError):  # a reader that leaves does not end the run
+        print_line(console, visible(redact(f"{run_name(config)} writes to {shown_path(run_dir)}")), "bold", wraps=False)
+        for line in lines:
+            print_line(console, line)
     return changed
 
 

@@ -7,6 +7,7 @@ step 12/300  reward 0.812  kl 0.0128  entropy 4.48  length 7.67  0.90s  eta 4:22
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import json
 import os
@@ -219,7 +220,7 @@ def print_line(console: RichConsole, text: str, style: str = "", *, wraps: bool 
         # soft_wrap: a pipe or file has no width, and a terminal gets lines that fit.
         console.print(Text(text, style=style), soft_wrap=True)
     except SystemExit as error:  # rich raises it for a closed pipe, which must not end training
-        raise BrokenPipeError("the reader of standard output has closed the pipe") from error
+        raise BrokenPipeError(errno.EPIPE, "the reader of standard output has closed the pipe") from error
 
 
 def _wrapped(line: str, width: int) -> str:

@@ -161,7 +161,7 @@ def test_a_file_from_outside_that_is_never_modified_is_linked_and_where_it_is_co
 def test_the_documented_example_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     text = (Path(__file__).parents[3] / "docs/checkpoints.md").read_text()
-    code, _ = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    (code,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
     weight = np.arange(6, dtype=np.float32).reshape(2, 3)
     names = {"weight": torch.from_numpy(weight.copy())}
     exec(code, names)
