@@ -106,6 +106,7 @@ REFUSED = [  # script, words, and a sentence that is told once
     ("ppo", "hydra.run.dir=. trainer.seed=no", "trainer.seed is"),
     ("ppo", "hydra.run.dir=a//b/../c trainer.seed=no", "trainer.seed is"),
     ("ppo", "-m algorithm=grpo,gropo trainer.seed=1,2", "algorithm=gropo: no such option"),
+    ("sft", "-m hydra.sweeper.params={trainer.seed:1}", "hydra.sweeper.params"),
 ]
 
 

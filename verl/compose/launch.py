@@ -198,7 +198,7 @@ def _run_hydra(root: str, main: Callable[[RunStart], Any], faults: Sequence[str]
         hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=root)(task)()
     except (HydraException, OmegaConfBaseException) as error:  # composition failed
         raise ConfigError([*faults, composition_fault(root, error)]) from error
-    except (OSError, AssertionError, TypeError, ValueError, RecursionError, YAMLError) as error:
+    except (OSError, AssertionError, AttributeError, TypeError, ValueError, RecursionError, YAMLError) as error:
         if is_composed or isinstance(error, BrokenPipeError):  # the latter: nobody reads what is shown
             raise
         said = _of_run_directory(error) if isinstance(error, OSError) else composition_fault(root, error)
