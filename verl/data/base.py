@@ -171,7 +171,29 @@ Options = TypeVar("Options", bound=Description)
 
 
 @component
-class PromptRendering(PromptSource):
+class RowOptions(Description):
+    """Options of reading rows, whatever they are used for.
+
+    Args:
+        chat_template: a Jinja template instead of that of the tokenizer; applied to chat messages only.
+        system_prompt: system message for chats without one. With it, a text prompt becomes a user message and is
+            rendered by the chat template too.
+        on_bad_row: treatment of unusable rows (no text, empty, not UTF-8, refused by the template). `error` refuses the
+            data set; `skip` leaves them out and logs their number and places.
+        images_key: column of an image or of a list of images; null for none. They may also be in content parts of
+            messages.
+        max_pixels: larger images are scaled down to this many pixels; null for the limits of the model's processor.
+    """
+
+    chat_template: str | None = None
+    system_prompt: str | None = None
+    on_bad_row: OnBadRow = "error"
+    images_key: str | None = "images"
+    max_pixels: PositiveInt | None = None
+
+
+@component
+class PromptRendering(RowOptions, PromptSource):
     """Options for converting prompts to tokens, independent of their column.
 
     Args:
@@ -179,27 +201,14 @@ class PromptRendering(PromptSource):
         truncation: treatment of longer prompts. `error` refuses the data set and reports their number; `left` and
             `right` cut that end; `drop` leaves the row out. `error` is the default, because a truncated prompt no
             longer asks the question that its answer belongs to, which shows only as a low reward.
-        chat_template: a Jinja template instead of that of the tokenizer; applied to chat messages only.
-        system_prompt: system message for chats without one. With it, a text prompt becomes a user message and is
-            rendered by the chat template too.
-        on_bad_row: treatment of unusable rows (no text, empty, not UTF-8, refused by the template). `error` refuses the
-            data set; `skip` leaves them out and logs their number and places.
         final_assistant: treatment of chats that end with an assistant message, which would be part of the prompt and
             may be the answer. `error` makes the row unusable; `drop` removes the message; `answer` moves it to the
             column `answer`.
-        images_key: column of an image or of a list of images; null for none. They may also be in content parts of
-            messages.
-        max_pixels: larger images are scaled down to this many pixels; null for the limits of the model's processor.
     """
 
     max_prompt_length: PositiveInt = 512
     truncation: Truncation = "error"
-    chat_template: str | None = None
-    system_prompt: str | None = None
-    on_bad_row: OnBadRow = "error"
     final_assistant: FinalAssistant = "error"
-    images_key: str | None = "images"
-    max_pixels: PositiveInt | None = None
 
 
 @component
@@ -214,7 +223,7 @@ class PromptOptions(PromptRendering):
 
 
 @component
-class SFTOptions(TextSource):
+class SFTOptions(RowOptions, TextSource):
     """Options that turn rows into sequences for supervised fine-tuning.
 
     Args:
@@ -225,14 +234,6 @@ class SFTOptions(TextSource):
         max_length: the most tokens of prompt, completion and EOS together.
         truncation: treatment of longer sequences. `error` refuses the data set and reports their number; `left` cuts
             the start of the prompt, `right` the end of the completion with its EOS; `drop` leaves the row out.
-        chat_template: a Jinja template instead of that of the tokenizer; applied to chat messages only.
-        system_prompt: system message for chats without one. With it, a text prompt becomes a user message and is
-            rendered by the chat template too.
-        on_bad_row: `error` refuses a data set with unusable rows; `skip` leaves them out and logs their number and
-            places.
-        images_key: column of an image or of a list of images; null for none. They may also be in content parts of
-            messages.
-        max_pixels: larger images are scaled down to this many pixels; null for the limits of the model's processor.
     """
 
     prompt_key: str = "prompt"
@@ -240,15 +241,10 @@ class SFTOptions(TextSource):
     messages_key: str | None = None
     max_length: Annotated[int, Field(ge=2)] = 512
     truncation: Truncation = "error"
-    chat_template: str | None = None
-    system_prompt: str | None = None
-    on_bad_row: OnBadRow = "error"
-    images_key: str | None = "images"
-    max_pixels: PositiveInt | None = None
 
 
 @component
-class PreferenceOptions(PreferenceSource):
+class PreferenceOptions(RowOptions, PreferenceSource):
     """Options that turn rows into preferences, with the column names of TRL.
 
     Args:
@@ -259,13 +255,6 @@ class PreferenceOptions(PreferenceSource):
         max_prompt_length: the most tokens of a prompt.
         max_length: the most tokens of prompt, response and EOS together.
         truncation: treatment of longer rows. `error` refuses the data set, `drop` leaves the row out.
-        chat_template: a Jinja template instead of that of the tokenizer; applied to chat messages only.
-        system_prompt: system message for chats without one. With it, a text prompt becomes a user message.
-        on_bad_row: `error` refuses a data set with unusable rows; `skip` leaves them out and logs their number and
-            places.
-        images_key: column of an image or of a list of images; null for none. They may also be in content parts of
-            messages.
-        max_pixels: larger images are scaled down to this many pixels; null for the limits of the model's processor.
     """
 
     prompt_key: str = "prompt"
@@ -277,11 +266,6 @@ class PreferenceOptions(PreferenceSource):
     max_prompt_length: PositiveInt = 512
     max_length: Annotated[int, Field(ge=2)] = 1024
     truncation: Literal["error", "drop"] = "error"
-    chat_template: str | None = None
-    system_prompt: str | None = None
-    on_bad_row: OnBadRow = "error"
-    images_key: str | None = "images"
-    max_pixels: PositiveInt | None = None
 
 
 def read_options(kind: type[Options], config: Mapping[str, Any] | None) -> Options:
@@ -319,7 +303,7 @@ class RaggedTokens:
     def digests(self, images: ImagesOfRows | None = None) -> list[bytes]:
         """A hash of each row: equal for equal tokens and images."""
         rows = [self[index].numpy().tobytes() for index in range(len(self))]
-        keys = [b""] * len(self) if images is None else [key.numpy().tobytes() for key in images.keys]
+        keys = [b""] * len(self) if not images else [key.numpy().tobytes() for key in images.keys]
         return [hashlib.blake2b(row + key, digest_size=12).digest() for row, key in zip(rows, keys, strict=True)]
 
     def __len__(self) -> int:
@@ -389,7 +373,7 @@ def refuse_cuts(rows: DataRows, lengths: Mapping[int, int], limit: int, limit_na
         ConfigError: a row with images has more than `limit` tokens.
     """
     for index, length in lengths.items():
-        if length > limit and rows.images_of(index):
+        if length > limit and rows.images[index]:
             raise ConfigError(
                 f"truncation is {truncation!r}: {rows.location(index)} has images and {length} tokens, and rows with "
                 f"images are not truncated. Raise {limit_name}, lower max_pixels, or set truncation to drop."

@@ -216,7 +216,7 @@ def render_prompts(rows: DataRows, key: str, chat: ChatTemplate, bad: RowErrors)
     expanded = list(texts)
     for index, text in enumerate(texts):
         try:
-            expanded[index] = chat.images.expanded(text, rows.images_of(index)) if text else ""
+            expanded[index] = chat.images.expanded(text, rows.images[index]) if text else ""
         except BadImage as error:
             bad.add(f"{key} at {rows.location(index)}: {error}")
             texts[index] = expanded[index] = ""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import functools
 import hashlib
 import io
 import logging
@@ -200,9 +201,7 @@ def rgb(image: Image) -> Image:
     return image if image.mode == "RGB" else image.convert("RGB")
 
 
-def with_images(
-    rows: DataRows, key: str, images_key: str | None, max_pixels: int | None, tokenizer: Any, bad: RowErrors
-) -> DataRows:
+def with_images(rows: DataRows, key: str, options: Any, tokenizer: Any, bad: RowErrors) -> DataRows:
     """The usable rows, with a placeholder in the messages for each image, and `DataRows.images` if any row has some.
 
     Images are in content parts (`{"type": "image", "image": ...}`, or `url`, `path`, `image_url`), or in a column, of
@@ -211,9 +210,10 @@ def with_images(
 
     Args:
         key: column of the prompt or the messages.
-        images_key: column of an image or of a list of them; None for none.
+        options: `images_key` and `max_pixels` of a data set.
         bad: receives unusable rows.
     """
+    images_key = options.images_key
     chats: dict[int, Any] = {}  # rows with images
     sources: dict[int, list[Any]] = {}
     faults: dict[int, str] = {}
@@ -229,10 +229,10 @@ def with_images(
             sources[index] = [named(f"image {n}", source_of, x, rows.directory(index)) for n, x in enumerate(values)]
         except BadImage as error:
             faults[index] = str(error)
-    images: list[tuple[CheckedImage, ...]] = [()] * len(rows)
+    images = [*rows.images]
     distinct, told = {_id(source): source for of_row in sources.values() for source in of_row}, time.monotonic()
     with ThreadPoolExecutor(THREADS) as pool:
-        checks = {known: pool.submit(checked, source, max_pixels) for known, source in distinct.items()}
+        checks = {known: pool.submit(checked, source, options.max_pixels) for known, source in distinct.items()}
         for count, (index, of_row) in enumerate(sources.items(), start=1):
             try:
                 images[index] = tuple(named(f"image {n}", checks[_id(x)].result) for n, x in enumerate(of_row))
@@ -404,33 +404,31 @@ class ImagesOfRows:
         images: of each row.
         texts: rendered text of each row, with a placeholder for each image.
         tokenizer: with the image processor of the model.
-        keys: [N] int64, digest of the images of a row, 0 for none.
     """
 
     images: Sequence[Sequence[CheckedImage]]
     texts: Sequence[str]
     tokenizer: Any
-    keys: Tensor
 
     @classmethod
-    def of(
-        cls, images: Sequence[Sequence[CheckedImage]] | None, texts: Sequence[str], tokenizer: Any
-    ) -> ImagesOfRows | None:
-        """None if no row has an image."""
-        if images is None or not any(images):
-            return None
-        return cls(images, texts, tokenizer, torch.tensor([media_key([x.digest for x in row]) for row in images]))
+    def of(cls, images: Sequence[Sequence[CheckedImage]], texts: Sequence[str], tokenizer: Any) -> ImagesOfRows:
+        """Texts of rows none of which has an image are not kept."""
+        return cls(images, texts if any(images) else (), tokenizer)
 
-    def take(self, rows: Sequence[int]) -> ImagesOfRows:
-        images, texts = [self.images[row] for row in rows], [self.texts[row] for row in rows]
-        return ImagesOfRows(images, texts, self.tokenizer, self.keys[torch.tensor(rows, dtype=torch.int64)])
+    def __bool__(self) -> bool:
+        return bool(self.texts)
+
+    @functools.cached_property
+    def keys(self) -> Tensor:
+        """[N] int64, digest of the images of a row, 0 for none."""
+        return torch.tensor([media_key([x.digest for x in row]) for row in self.images])
 
     def thumbnails(self, row: int) -> list[str]:
         """The images of a row as data URLs of PNG files, at most `THUMBNAIL` pixels wide and high."""
         return [_thumbnail(_decoded((row, image))) for image in self.images[row]]
 
     def fields(self, rows: Tensor, tokens: Callable[[int], Tensor]) -> tuple[dict[str, Tensor], dict[str, Ragged]]:
-        """`media_keys` [B] and the ragged fields `media.*` of a batch.
+        """`media_keys` [B] and the ragged fields `media.*` of a batch; empty if no row of the data set has an image.
 
         Args:
             rows: [B], indices.
@@ -438,6 +436,8 @@ class ImagesOfRows:
         Raises:
             ConfigError: an image changed since it was checked.
         """
+        if not self:
+            return {}, {}
         chosen, keys = rows.tolist(), {"media_keys": self.keys[rows]}
         wanted = {(x.digest, x.size): (row, x) for row in chosen for x in self.images[row]}
         if not wanted:

@@ -98,9 +98,9 @@ class PreferenceDataset:
         self,
         rows: Sequence[Preference],
         pad_id: int,
+        images: ImagesOfRows,
         sources: list[int] | None = None,
         has_chats: bool = False,
-        images: ImagesOfRows | None = None,
     ):
         self.sources, self._pad_id, self.has_chats, self._images = sources, pad_id, has_chats, images
         self._prompts = RaggedTokens([row.prompt for row in rows])
@@ -122,7 +122,7 @@ class PreferenceDataset:
         """
         keys = (options.prompt_key, options.chosen_key, options.rejected_key, options.completion_key)
         num_rows, rows = len(rows) + len(bad), with_chats(DataRows.of(rows), *keys)
-        rows = with_images(rows, options.prompt_key, options.images_key, options.max_pixels, tokenizer, bad)
+        rows = with_images(rows, options.prompt_key, options, tokenizer, bad)
         parsed = dict(
             _parsed(rows, ChatTemplate(tokenizer, options.chat_template, options.system_prompt), options, bad)
         )
@@ -137,11 +137,11 @@ class PreferenceDataset:
             kept = [kept[position] for position in fitting]
         has_chats, rows = any(row.is_chat for row in parsed.values()), rows.only(kept)
         images = ImagesOfRows.of(rows.images, [parsed[i].prompt for i in kept], tokenizer)
-        return cls([tokens[i] for i in kept], pad_id_of(tokenizer), rows.sources, has_chats, images)
+        return cls([tokens[i] for i in kept], pad_id_of(tokenizer), images, rows.sources, has_chats)
 
     @property
     def has_images(self) -> bool:
-        return self._images is not None
+        return bool(self._images)
 
     @property
     def longest(self) -> int:
@@ -172,8 +172,9 @@ class PreferenceDataset:
             prompt, chosen, rejected = (x.tolist() for x in self[index].values())
             rows += [Preference(prompt, chosen), Preference(prompt, rejected, label=False)]
         sources = None if self.sources is None else [source for source in self.sources for _ in range(2)]
-        images = self._images and self._images.take([row for row in range(len(self)) for _ in range(2)])
-        return PreferenceDataset(rows, self._pad_id, sources, self.has_chats, images)
+        images, texts = ([x for x in of_row for _ in range(2)] for of_row in (self._images.images, self._images.texts))
+        images = replace(self._images, images=images, texts=texts)
+        return PreferenceDataset(rows, self._pad_id, images, sources, self.has_chats)
 
     def collate(self, indices: Sequence[int] | Tensor) -> DataProto:
         """The B rows at `indices`, as 2B rows: chosen responses, then rejected ones; or labelled responses, then
@@ -184,9 +185,7 @@ class PreferenceDataset:
             the data has them, `row_margins` and `ref_scores` [2B].
         """
         rows = torch.as_tensor(indices, dtype=torch.int64)
-        keys, media = (
-            ({}, {}) if self._images is None else self._images.fields(rows.repeat(2), self._prompts.__getitem__)
-        )
+        keys, media = self._images.fields(rows.repeat(2), self._prompts.__getitem__)
         others, labels = rows + len(self) if self.is_paired else rows.roll(1), self._labels[rows]
         return preference_rows(
             self._prompts.padded(rows.repeat(2), self._pad_id, left=True),
@@ -228,7 +227,7 @@ def _parsed(
             continue
         try:
             texts = _texts(row, keys, chat, options, rows.location(index), has_margins)
-            texts = replace(texts, expanded=chat.images.expanded(texts.prompt, rows.images_of(index)))
+            texts = replace(texts, expanded=chat.images.expanded(texts.prompt, rows.images[index]))
         except (ConfigError, BadImage) as error:
             bad.add(str(error) if isinstance(error, ConfigError) else f"images at {rows.location(index)}: {error}")
             continue

@@ -72,14 +72,17 @@ class DataRows:
             None for rows from memory.
         numbers: index of each row over all files, counting skipped rows; None if none was skipped.
         sources: index of each row's file in the list of files; None for rows from memory.
-        images: images of each row, see `verl.data.images`; None if no row has one.
+        images: images of each row, see `verl.data.images`; empty for none.
     """
 
     values: list[Mapping[str, Any]]
     locations: list[tuple[str, int]] | None = None
     numbers: list[int] | None = None
     sources: list[int] | None = None
-    images: list[tuple[Any, ...]] | None = None
+    images: Sequence[tuple[Any, ...]] = ()
+
+    def __post_init__(self):
+        object.__setattr__(self, "images", self.images or [()] * len(self.values))
 
     @classmethod
     def of(cls, rows: Sequence[Mapping[str, Any]] | DataRows) -> DataRows:
@@ -114,7 +117,7 @@ class DataRows:
         if len(kept) == len(self):
             return self
 
-        def chosen(items: list[Any]) -> list[Any]:
+        def chosen(items: Sequence[Any]) -> list[Any]:
             return [items[index] for index in kept]
 
         return DataRows(
@@ -122,11 +125,8 @@ class DataRows:
             None if self.locations is None else chosen(self.locations),
             [self.number(index) for index in kept],
             None if self.sources is None else chosen(self.sources),
-            None if self.images is None else chosen(self.images),
+            chosen(self.images),
         )
-
-    def images_of(self, index: int) -> tuple[Any, ...]:
-        return () if self.images is None else self.images[index]
 
     def directory(self, index: int) -> Path:
         """The directory that paths in a row begin at: that of its file or its local data set; without, the current

@@ -98,7 +98,7 @@ class RLHFDataset:
         self._pad_id = pad_id_of(tokenizer)
         num_rows = len(rows) + len(bad)
         rows = with_chats(rows, options.prompt_key)
-        rows = with_images(rows, options.prompt_key, options.images_key, options.max_pixels, tokenizer, bad)
+        rows = with_images(rows, options.prompt_key, options, tokenizer, bad)
         rows = without_final_assistant(rows, options.prompt_key, options.final_assistant)
         columns = _columns_beside(rows, options.prompt_key)
         chat = ChatTemplate(tokenizer, options.chat_template, options.system_prompt, tools)
@@ -150,11 +150,11 @@ class RLHFDataset:
 
     @property
     def has_images(self) -> bool:
-        return self._images is not None
+        return bool(self._images)
 
     def pictures(self, row: int) -> list[str]:
         """The images of a row, small, as data URLs."""
-        return [] if self._images is None else self._images.thumbnails(row)
+        return self._images.thumbnails(row)
 
     def __len__(self) -> int:
         return len(self._prompt_ids)
@@ -175,7 +175,7 @@ class RLHFDataset:
         """
         chosen = torch.as_tensor(indices, dtype=torch.int64)
         prompts, mask = self.tokens.padded(chosen, self._pad_id, left=True)
-        keys, media = ({}, {}) if self._images is None else self._images.fields(chosen, self.tokens.__getitem__)
+        keys, media = self._images.fields(chosen, self.tokens.__getitem__)
         return DataProto.from_dict(
             tensors={"prompts": prompts, "prompt_mask": mask, "prompt_ids": self._prompt_ids[chosen], **keys},
             non_tensors={name: values[chosen.numpy()] for name, values in self._columns.items()},

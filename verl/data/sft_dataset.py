@@ -154,7 +154,7 @@ def _conversation(
     chat: ChatTemplate, messages: Any, rows: DataRows, index: int, bad: RowErrors, learned_from: int = 0
 ) -> LossMaskedTokens | None:
     """The tokens of a row's conversation; None, and an entry in `bad`, if it has none to learn."""
-    tools, images = rows.values[index].get("tools"), rows.images_of(index)
+    tools, images = rows.values[index].get("tools"), rows.images[index]
     try:
         made = LossMaskedTokens(*conversation_tokens(chat, messages, rows.location(index), tools, images, learned_from))
     except ConfigError as error:
@@ -233,7 +233,7 @@ class SFTDataset:
         is_default = options.messages_key is None and options.prompt_key not in present and MESSAGES_KEY in present
         messages_key = MESSAGES_KEY if is_default else options.messages_key
         key = messages_key or options.prompt_key
-        rows = with_images(with_chats(rows, key), key, options.images_key, options.max_pixels, tokenizer, bad)
+        rows = with_images(with_chats(rows, key), key, options, tokenizer, bad)
         if messages_key is None:
             texts = from_prompts(rows, options.prompt_key, options.completion_key, chat, bad)
         else:
@@ -281,7 +281,7 @@ class SFTDataset:
 
     @property
     def has_images(self) -> bool:
-        return self._images is not None
+        return bool(self._images)
 
     def __len__(self) -> int:
         return len(self._tokens.lengths)
@@ -302,7 +302,7 @@ class SFTDataset:
         chosen = torch.as_tensor(indices, dtype=torch.int64)
         input_ids, mask = self._tokens.padded(chosen, self._pad_id, left=False)
         column = torch.arange(input_ids.shape[1]).expand_as(input_ids)
-        keys, media = ({}, {}) if self._images is None else self._images.fields(chosen, self._tokens.__getitem__)
+        keys, media = self._images.fields(chosen, self._tokens.__getitem__)
         return DataProto.from_dict(
             tensors={
                 **keys,

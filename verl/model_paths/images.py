@@ -9,6 +9,7 @@ that share an item. A placeholder beyond those of a row's images, which the poli
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -138,27 +139,22 @@ class ImageRows:
                 + "Choose an image-text model of the families Qwen-VL, SmolVLM, Idefics3 or Gemma 3."
             )
 
-    def insert(
-        self, items: Sequence[Mapping[str, Tensor]], item_of: Sequence[int], ids: Tensor, attention: Tensor
-    ) -> RowImages | None:
-        """The images of rows of token ids; all on the CPU.
+    def of_media(self, media: Sequence[RowMedia], ids: Tensor, attention: Tensor) -> RowImages | None:
+        """The images of rows of token ids, of which equal digests are one item; all on the CPU.
 
         Args:
-            items: values of the distinct items.
-            item_of: [b] number of the item of each row; -1 for none.
             ids, attention: [b S].
         Returns:
             None if no row has an image.
         Raises:
             ConfigError: a row has fewer placeholders than its images need.
         """
-        if not items:
+        if not (items := {key: x for key, x in media if x is not None}):
             return None
-        images = [self.counts.of(item) for item in items]
-        counts = torch.tensor([int(count.sum()) for count in images])
-        number = torch.tensor(item_of)
-        starts = torch.where(number < 0, 0, (counts.cumsum(0) - counts)[number])
-        needed = torch.where(number < 0, 0, counts[number])
+        counts = {key: int(self.counts.of(x).sum()) for key, x in items.items()}
+        places = dict(zip(counts, itertools.accumulate(counts.values(), initial=0), strict=False))
+        starts = torch.tensor([places.get(key, 0) for key, _ in media])
+        needed = torch.tensor([counts.get(key, 0) for key, _ in media])
         is_placeholder = (ids == self.placeholder) & attention.bool()
         rank = is_placeholder.cumsum(dim=1) - 1
         slots = torch.where(is_placeholder & (rank < needed[:, None]), starts[:, None] + rank, -1)
@@ -170,12 +166,13 @@ class ImageRows:
                 "placeholders for them. Make its tokens with the processor of the model."
             )
         stray = is_placeholder & (slots < 0)
-        values = {name: torch.cat([item[name] for item in items]) for name in items[0]}
+        names = next(iter(items.values()))
+        values = {name: torch.cat([x[name] for x in items.values()]) for name in names}
         keyword = positions = None
         shifts = [0] * len(ids)
         if self.has_grids:
             keyword = "mm_token_type_ids"
-            grids = [items[item][GRIDS] for item in item_of if item >= 0]
+            grids = [x[GRIDS] for _, x in media if x is not None]
             types = (slots >= 0).to(torch.int32)
             positions, deltas = self.base.get_rope_index(
                 ids, mm_token_type_ids=types, image_grid_thw=torch.cat(grids), attention_mask=attention
@@ -185,16 +182,6 @@ class ImageRows:
             keyword = "token_type_ids"
         strays = stray if bool(stray.any()) else None
         return RowImages(values, slots, slots[slots >= 0], strays, self.placeholder, positions, shifts, keyword)
-
-    def of_batch(self, batch: DataProto, rows: Tensor, ids: Tensor, attention: Tensor) -> RowImages | None:
-        """The images of some rows of a batch, whose tokens [b S] are `ids`."""
-        return self.of_media(row_media(batch, rows.tolist()), ids, attention)
-
-    def of_media(self, media: Sequence[RowMedia], ids: Tensor, attention: Tensor) -> RowImages | None:
-        """The images of rows [b S] of token ids; equal digests are one item."""
-        items = {key: x for key, x in media if x is not None}
-        number = {key: place for place, key in enumerate(items)}
-        return self.insert([*items.values()], [number.get(key, -1) for key, _ in media], ids, attention)
 
 
 def row_media(batch: DataProto, rows: Sequence[int] | None = None) -> list[RowMedia]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from verl.model_paths.context_attention import ContextGroup, ContextLine
 from verl.model_paths.families import ModelPaths
-from verl.model_paths.images import KEYS, ImageRows, RowImages, has_images
+from verl.model_paths.images import KEYS, ImageRows, RowImages, has_images, row_media
 from verl.model_paths.packed_attention import call_packed
 from verl.ops.batching import micro_batches, micro_batches_of_groups
 from verl.ops.logprobs import response_positions
@@ -220,7 +220,8 @@ def cut_into_micro_batches(
             packing = (line if context is None else context.shard(line)).to(mask.device)
         inserted = None
         if images is not None:
-            inserted = images.of_batch(batch, rows, tensors["input_ids"], tensors["attention_mask"])
+            media = row_media(batch, rows.tolist())
+            inserted = images.of_media(media, tensors["input_ids"], tensors["attention_mask"])
             if inserted is not None and packing is not None:
                 inserted = inserted.on_line(packing.tokens)
         kinds = paths.scoring == "right_padded", paths.scoring == "equal_lengths"
