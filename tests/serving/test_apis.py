@@ -8,6 +8,7 @@ import json
 import re
 import threading
 from functools import partial
+from pathlib import Path
 
 import pytest
 from environments.episodes import tiny
@@ -110,9 +111,9 @@ def every_token_is_shown(monkeypatch):
 
 
 @contextlib.contextmanager
-def serving(turns, tokenizer, template=HERMES, max_new_tokens=400, row_tokens=2000, stop_ids=None):
+def serving(turns, tokenizer, template=HERMES, max_new_tokens=400, row_tokens=2000, stop_ids=None, record=None):
     stops = [tokenizer.eos_token_id] if stop_ids is None else stop_ids
-    endpoint = PolicyEndpoint(turns, tokenizer, template, stops, max_new_tokens, row_tokens)
+    endpoint = PolicyEndpoint(turns, tokenizer, template, stops, max_new_tokens, row_tokens, record)
     server = PolicyServer(endpoint, "127.0.0.1", 0, "policy", {"temperature": 1.0, "top_p": 1.0}, timeout_s=60.0)
     with listening(server):
         yield server
@@ -411,6 +412,17 @@ def test_a_failure_in_a_stream_is_an_error_of_the_client(model):
             with refusal("the engine has had it", kind=error, varies=True):
                 ask(*both)
             assert not server.endpoint.recorded
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_a_turn_that_cannot_be_recorded_is_an_error_of_the_client(is_streamed, model):
+    _, tokenizer = model
+    engine = Dictated(tokenizer, ["12"])
+    with serving(lambda: engine, tokenizer, record=Path("/dev/full")) as server:
+        chat, _ = clients(server)
+        asked = {"model": "policy", "messages": [{"role": "user", "content": "1"}]}
+        with refusal("/dev/full cannot be written", kind=openai.APIError, varies=True):
+            [*chat.chat.completions.create(**asked, stream=is_streamed)]
 
 
 def test_a_turn_whose_client_has_left_is_recorded(model):

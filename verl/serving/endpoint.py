@@ -259,8 +259,11 @@ class PolicyEndpoint:
             with self._lock:
                 (self.recorded if session is None else session.recorded).append(turn)
                 if self._record is not None:
-                    self._record.write(json.dumps(asdict(turn) | {"continues": continues}) + "\n")
-                    self._record.flush()
+                    try:
+                        self._record.write(json.dumps(asdict(turn) | {"continues": continues}) + "\n")
+                        self._record.flush()
+                    except OSError as error:
+                        raise RolloutError(f"{self._record.name} cannot be written ({error.strerror})") from error
             return Completion(turn, message, "stop" if stop else finish_reason, continues, stop)
 
         turn = OpenTurn(request, TurnText(self.tokenizer, stops), finish, timeout_s, is_watched or bool(stops))
@@ -277,7 +280,8 @@ class PolicyEndpoint:
         with self._lock:  # a request may be answered just now
             record, self._record = self._record, None
         if record is not None:
-            record.close()
+            with contextlib.suppress(OSError):  # every line was flushed, or its request has failed
+                record.close()
 
     def _read_images(self, urls: tuple[tuple[str, str], ...]) -> tuple[list[CheckedImage], RowMedia]:
         """The images of a request, by place and data URL, and what the model reads of them."""
