@@ -13,7 +13,6 @@ from trainer.runs import GRPO_ALGORITHM, PPO_ALGORITHM, ppo_run
 
 from verl.engines.sharding import Parallel
 from verl.engines.tensor_parallel import PROVEN
-from verl.models.lora import LoRA
 from verl.models.model_stats import model_stats
 from verl.models.pretrained import Pretrained
 from verl.rollout.hf import HFRollout
@@ -30,16 +29,6 @@ def same(bench, model, rows, sharding, tolerance=1e-9, **options):
 
 def made(path, family, **options):
     return Pretrained(path=str(save_random_model(path / family, family, torch.float64, **options)), dtype="float64")
-
-
-def test_loss_gradients_and_scores_are_those_of_one_process(two_processes, tmp_path):
-    sharding, model = Parallel(ep=2), made(tmp_path, "qwen3_moe")
-    for rows in (SHARED, SINGLE):
-        same(two_processes, model, rows, sharding)
-    same(
-        two_processes, model, SHARED, sharding, tokens=10, lora=LoRA(rank=2, target_modules=("q_proj", "v_proj"))
-    )  # many micro-batches
-    same(two_processes, model, SHARED, sharding, 1e-6, checkpointing=True)  # recomputed norms pass float32
 
 
 def test_the_balance_loss_is_that_of_all_processes_together(two_processes, tmp_path):

@@ -67,13 +67,6 @@ def test_some_faults_leave_ours_whole_and_every_peer_classified(library, record_
     record_property("fault_cases", len(result["tools"]) * (3 * 4 + 2 * 8))
 
 
-def test_the_table_in_the_documents_is_what_was_measured():
-    done = subprocess.run(
-        [sys.executable, ROOT / "scripts/make_fault_table.py", "--check"], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-
-
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("tool", ["verl", "verl-2", "trainer-2", "torch-2", "torch-synced", "dcp-2"])
 def test_every_fault_leaves_ours_whole_and_every_peer_classified(tool, library, record_property):

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from checkpoint.rank_tensors import RankTensor, write_tensors
 from faults.scenarios import save, version_of
 from refusals import refusal
@@ -156,14 +154,3 @@ def test_a_file_from_outside_that_is_never_modified_is_linked_and_where_it_is_co
     outside.write_bytes(b"evil")
     with store.begin(3) as transaction, refusal("base.bin", kind=CheckpointCorrupt):
         transaction.main.add_existing("reference_model/base.bin", outside, entry)
-
-
-def test_the_documented_example_runs(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    text = (Path(__file__).parents[3] / "docs/checkpoints.md").read_text()
-    (code,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
-    weight = np.arange(6, dtype=np.float32).reshape(2, 3)
-    names = {"weight": torch.from_numpy(weight.copy())}
-    exec(code, names)
-    assert bytes(names["weight"]) == weight.tobytes()
-    assert names["newest"].manifest.metrics == {"eval/accuracy": 0.8}

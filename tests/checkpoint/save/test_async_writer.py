@@ -6,7 +6,6 @@ import contextlib
 import errno
 import json
 import os
-import re
 import threading
 from pathlib import Path
 from unittest.mock import Mock
@@ -270,14 +269,3 @@ def _host_buffers() -> set[int]:
             if "verl-checkpoint" in os.readlink(f"/proc/self/fd/{fd}"):
                 found.add(os.stat(f"/proc/self/fd/{fd}").st_ino)
     return found
-
-
-def test_the_documented_example_of_saving_while_training_runs(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    text = (Path(__file__).parents[3] / "docs/checkpoints.md").read_text()
-    _, code = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
-    model = torch.nn.Linear(3, 2)
-    exec(code, {"model": model, "compute_gradients": list, "optimizer_step": list})
-    published = CheckpointStore("checkpoints").complete()
-    assert [checkpoint.step for checkpoint in published] == [1, 2, 3]
-    assert torch.equal(tensors_of(published[-1], "actor")["weight"], model.weight)
