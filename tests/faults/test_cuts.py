@@ -135,15 +135,3 @@ def test_a_run_cut_anywhere_goes_on_as_if_it_had_not_been(
     assert first_difference(whole, cut) is None
     assert set(steps_saved(cut)) == set(range(1, steps + 1))
     record_property("fault_cases", len(cuts))
-
-
-@pytest.mark.exhaustive  # test_going_on.py has the message in `make test`
-@pytest.mark.parametrize("course", ["ppo", "sft"])
-def test_a_finished_run_that_is_resumed_says_so_and_does_nothing(course, server, twin, dir32):
-    directory = twin(course, STEPS)
-    before = sorted(path.name for path in (directory / "checkpoints").glob("*"))
-    arguments = COURSES[course].arguments(dir32, directory, STEPS)
-    again = server.start(directory, "again", arguments, COURSES[course].script)
-    assert again.wait() == 0, again.said()
-    assert f"Nothing is left to do: the checkpoint is of step {STEPS}, and the run has {STEPS}." in again.said()
-    assert sorted(path.name for path in (directory / "checkpoints").glob("*")) == before
