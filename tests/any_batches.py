@@ -1,7 +1,5 @@
 """Batches of every kind of tensor and column, and what it takes for two of them to be the same."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

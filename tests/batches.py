@@ -1,7 +1,5 @@
 """Rollouts that keep every rule, for tests to use or to break."""
 
-from __future__ import annotations
-
 import torch
 from hypothesis import strategies as st
 

@@ -1,7 +1,5 @@
 """Which cases of a parametrised test run in `make test`, and which in `make exhaustive` only."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import product
 from typing import Any

@@ -4,8 +4,6 @@ Gathering x bytes over k processes sends (k - 1) / k x, and so does adding up to
 sends twice that. Only floating-point numbers are counted: objects, counts and digests travel as integers.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

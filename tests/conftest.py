@@ -1,7 +1,5 @@
 """Models small enough to run in milliseconds, in directories as a user would give them, and prompts for them."""
 
-from __future__ import annotations
-
 import atexit
 import gc
 import os

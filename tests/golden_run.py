@@ -2,8 +2,6 @@
 still.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Small random image-text models of several families, as directories that a user would give, and images for them."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 from typing import Any

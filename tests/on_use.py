@@ -1,7 +1,5 @@
 """Packages that are imported when a test uses them, and not by every process that collects the tests."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Models of any family, small and random, saved as a user would give them."""
 
-from __future__ import annotations
-
 import string
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ Each directory of tests that has a file `refusals.txt` keeps the whole text of e
 compares; where a sentence was changed on purpose, run the tests with `REFUSALS=refresh` and read the diff.
 """
 
-from __future__ import annotations
-
 import inspect
 import os
 import pkgutil

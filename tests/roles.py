@@ -1,7 +1,5 @@
 """Roles started in this process, for tests that need one running."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

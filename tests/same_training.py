@@ -5,8 +5,6 @@ fit(course(...), run_dir), saved(...) a run of a few steps that drives itself an
                   └──> Training ──> same_training(a, b)
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field

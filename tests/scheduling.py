@@ -5,8 +5,6 @@ A file goes to one worker as a whole, so that what its tests share is made once;
 files, so that no more processes compute at once than time limits allow for.
 """
 
-from __future__ import annotations
-
 from xdist.scheduler import LoadGroupScheduling
 from xdist.workermanage import WorkerController
 

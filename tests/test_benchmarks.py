@@ -1,7 +1,5 @@
 """A benchmark that is cut short keeps the legs that it has finished; the work that all measure is what they say."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import json

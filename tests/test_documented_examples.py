@@ -5,8 +5,6 @@ Commands of training are composed and checked; those of `verl` that look at a ru
 is in NOT_RUN with the reason.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

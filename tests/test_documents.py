@@ -1,7 +1,5 @@
 """The documents say what the code does."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from pathlib import Path

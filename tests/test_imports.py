@@ -2,8 +2,6 @@
 those of annotations counted.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 from collections import defaultdict

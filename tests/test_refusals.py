@@ -1,7 +1,5 @@
 """A refusal fails for another path, value or kind, and for a sentence that is not the one in the file."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Settings that no component of a kind can have, and parts that no run can have together, with what refuses each."""
 
-from __future__ import annotations
-
 from functools import partial
 from math import inf, nan
 

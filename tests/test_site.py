@@ -1,7 +1,5 @@
 """The site of the documents builds without a warning, shows what GitHub shows, and needs no other server."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import re

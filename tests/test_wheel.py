@@ -3,8 +3,6 @@
 The environment has links to the libraries of this one but the optional ones; verl itself comes from the wheel alone.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Rows with a prompt and a response that is given, not drawn, for tests that run a model over them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Advantages against hand-computed numbers, a slow definition, and invariances."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -2,8 +2,6 @@
 which no checkpoint would hold.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any, ClassVar
 

@@ -1,7 +1,5 @@
 """Distillation: divergences over the teacher's likeliest tokens, its part of advantages, and what is refused."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

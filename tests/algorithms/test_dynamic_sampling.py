@@ -1,7 +1,5 @@
 """Groups of mixed rewards are kept, the others left out."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

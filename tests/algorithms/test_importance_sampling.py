@@ -1,7 +1,5 @@
 """Truncated importance sampling: weights by hand, at each level and in each mode."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

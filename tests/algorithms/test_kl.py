@@ -1,7 +1,5 @@
 """KL in the reward, in the loss, or nowhere."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Losses of the policy: PPO's clip on each side, GSPO's ratio of a whole response, CISPO's weight without gradient."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Losses of preferences against their formulas, written out per pair, and their coefficients against autograd."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The clipped value loss; what it has in common with those of the policy is in `test_policy_losses.py`."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

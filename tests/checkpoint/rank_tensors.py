@@ -1,7 +1,5 @@
 """Tensors in memory written by a `RankWriter`, without torch: whole ones and slices of several writers."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

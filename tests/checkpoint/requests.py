@@ -1,7 +1,5 @@
 """Requests to save, and reading back what became of them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

@@ -1,7 +1,5 @@
 """What is exported opens without us, and holds the very weights."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

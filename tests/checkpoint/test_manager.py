@@ -1,7 +1,5 @@
 """A checkpoint answers in plain words, and gives its tensors as they were saved."""
 
-from __future__ import annotations
-
 import pyarrow
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Who owns a directory or a place in a store: one living run, whose end frees it; each interleaving is forced."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json

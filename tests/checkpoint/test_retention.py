@@ -1,7 +1,5 @@
 """What is kept, and that two checkpoints always remain."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

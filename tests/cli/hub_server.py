@@ -4,8 +4,6 @@ Written from the requests of huggingface_hub 2.4: repos/create, models/NAME, val
 upload, commit. Bytes of large files are checked against their SHA-256, as the hub does.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

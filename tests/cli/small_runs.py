@@ -1,7 +1,5 @@
 """The smallest run that main_ppo.py makes, with a reward that depends on every response."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 RULE = """

@@ -1,7 +1,5 @@
 """Commands that take a checkpoint take its address in an S3 store, and tell the same; others say what to do."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path

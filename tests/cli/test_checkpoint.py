@@ -1,7 +1,5 @@
 """`verl checkpoint` tells the truth about real directories, in words, in JSON, and by its exit status."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -1,7 +1,5 @@
 """`verl checkpoint ls|verify|pull|push` on object storage."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

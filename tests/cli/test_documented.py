@@ -1,7 +1,5 @@
 """What docs/checkpoints.md shows of the commands is what they print."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import subprocess

@@ -1,7 +1,5 @@
 """`verl eval` of a chat model on a file: its template, temperature and length, intervals, and what follows a kill."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import shutil

@@ -1,7 +1,5 @@
 """`verl eval` and `verl generate` ask a saved policy, wherever it lies, and tell what its own run would have told."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil

@@ -1,7 +1,5 @@
 """The tree of runs: where each began, how it ended, what it saved, and what is left of that."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil

@@ -1,7 +1,5 @@
 """The console command says its version and checks the environment."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """`verl env --models` tells on which paths families of models run, and why others are refused."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -1,7 +1,5 @@
 """Every command that a run prints as its next step works as it is printed."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path

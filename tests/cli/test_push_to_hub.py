@@ -1,7 +1,5 @@
 """An export reaches a hub: huggingface_hub talks to a server on this machine."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The check of resuming: it finds nothing where nothing is wrong, and names what was planted."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

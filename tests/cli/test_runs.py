@@ -1,7 +1,5 @@
 """The list of runs, the removal of old ones, and the difference of two."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """`verl quickstart` replaces what it wrote itself, and nothing else."""
 
-from __future__ import annotations
-
 import pytest
 from typer.testing import CliRunner
 

@@ -1,7 +1,5 @@
 """Which processes a driver has, read from the system and not from the code under test."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """Ray on this machine for tests: started once for the whole group `ray`, small, without what tests do not need."""
 
-from __future__ import annotations
-
 from cluster.processes_of import wait_until_gone
 
 from verl.cluster.ray.ray_init import RaySession, RaySettings

@@ -1,7 +1,5 @@
 """What fails first in a group of processes is reported; each interleaving is forced."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Roles on devices of this machine: who lives where, the same numbers as in one process, and what is refused."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

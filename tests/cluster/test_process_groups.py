@@ -1,7 +1,5 @@
 """Roles whose processes differ are refused, in every process that can know."""
 
-from __future__ import annotations
-
 import pytest
 from refusals import refusal
 

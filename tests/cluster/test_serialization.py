@@ -1,7 +1,5 @@
 """What is sent to another process arrives as it was, and the bytes of tensors are not copied on the way."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from pathlib import Path

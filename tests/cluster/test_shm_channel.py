@@ -1,7 +1,5 @@
 """Batches travel through shared memory that is used again, never while somebody still reads it, and leave nothing."""
 
-from __future__ import annotations
-
 import os
 import socket
 

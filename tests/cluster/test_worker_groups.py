@@ -1,7 +1,5 @@
 """Roles in several other processes, over each transport: divided, joined, failing by name, leaving nothing."""
 
-from __future__ import annotations
-
 import os
 import signal
 import tempfile

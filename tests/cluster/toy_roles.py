@@ -1,7 +1,5 @@
 """Roles without a model, for tests of what carries calls to roles."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

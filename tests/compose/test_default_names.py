@@ -1,7 +1,5 @@
 """The default name of an experiment names the model, also one that a run has written."""
 
-from __future__ import annotations
-
 import pytest
 from omegaconf import OmegaConf
 

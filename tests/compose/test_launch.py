@@ -1,7 +1,5 @@
 """The main scripts as commands: help, refusals, exit statuses."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Every option of every group and every experiment composes, passes the check, and says what it is for."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """What a user assigns, in our spelling and in other people's: Hydra reads it, and `validate` finds what is wrong."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """What does not answer, refuses, or is another training's is told before anything is trained, and nothing is left."""
 
-from __future__ import annotations
-
 import dataclasses
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """What is shown and saved of a configuration holds no secrets."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A sweep ends with one table of its jobs, on the terminal, as CSV and as a picture."""
 
-from __future__ import annotations
-
 import csv
 import json
 import os

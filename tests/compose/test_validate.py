@@ -1,7 +1,5 @@
 """The check of a configuration: every fault at once, each by its path."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import math

@@ -1,7 +1,5 @@
 """`warm-start://NAME` is trained once and found again."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 

@@ -1,7 +1,5 @@
 """Addition problems: held-out ones stay out of training, and every way to get them gives the same rows."""
 
-from __future__ import annotations
-
 import runpy
 from pathlib import Path
 

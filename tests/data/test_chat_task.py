@@ -1,7 +1,5 @@
 """Generated chat tasks: enough different problems of each kind, none of them in both splits."""
 
-from __future__ import annotations
-
 import pytest
 
 from verl.data.chat_task import PROBLEMS, ChatTask

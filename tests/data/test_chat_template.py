@@ -1,7 +1,5 @@
 """Chats: system prompts, templates that refuse, and which tokens of a conversation are learned."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

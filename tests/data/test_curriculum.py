@@ -1,7 +1,5 @@
 """A curriculum draws what is near the target, by the seed and the recorded pass rates alone."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 

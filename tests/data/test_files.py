@@ -1,7 +1,5 @@
 """Descriptions of data that lies in files: what they build, and what they find wrong before anything is read."""
 
-from __future__ import annotations
-
 import json
 import pickle
 

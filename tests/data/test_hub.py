@@ -1,7 +1,5 @@
 """`data=hub` reads directories of `save_to_disk`, of parquet and of JSONL alike, and pins what it read from a hub."""
 
-from __future__ import annotations
-
 import dataclasses
 import http.server
 import json

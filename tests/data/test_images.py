@@ -1,7 +1,5 @@
 """Images of data sets: where they are found, what they become, and what is refused before a run."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json

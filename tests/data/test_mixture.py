@@ -1,7 +1,5 @@
 """Several files with weights: shares of an epoch, coverage of rows, and a state of three numbers."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Preference data: the forms of TRL, batches of pairs and of labelled responses, and rows refused by file and line."""
 
-from __future__ import annotations
-
 import json
 import math
 

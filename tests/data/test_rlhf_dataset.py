@@ -1,7 +1,5 @@
 """Prompts from parquet and JSONL: what a batch holds, what happens to long prompts, and what is refused."""
 
-from __future__ import annotations
-
 import datetime
 import decimal
 import json

@@ -1,7 +1,5 @@
 """Rows that cannot be used: all named by file and number, or left out and counted."""
 
-from __future__ import annotations
-
 import pyarrow
 import pyarrow.parquet
 import pytest

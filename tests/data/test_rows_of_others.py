@@ -1,7 +1,5 @@
 """Rows as other tools write them: nested columns of parquet, rendered prompts, content in parts, chats as JSON."""
 
-from __future__ import annotations
-
 import json
 import logging
 import sys

@@ -1,7 +1,5 @@
 """The order of the data: seeded, resumable from three numbers, and blind to the global random state."""
 
-from __future__ import annotations
-
 from itertools import islice
 
 import pytest

@@ -1,7 +1,5 @@
 """Sequences to imitate: what is learned, how rows are padded, and what is refused."""
 
-from __future__ import annotations
-
 import json
 
 import pyarrow

@@ -3,8 +3,6 @@
 Of one layer of Llama 8B in bfloat16, forward: scores, bytes of copied keys and values, bytes of masks.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -5,8 +5,6 @@ contiguous heads. Its backward pass believes the output and the sums that it is 
 as memory that was never written may be.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Shapes of real models, without weights, and GPUs in numbers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

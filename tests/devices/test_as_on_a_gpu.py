@@ -1,8 +1,6 @@
 """A run with all that a GPU adds, at once and where a run adds it, on stand-ins: fused norms, attention of packed rows,
 graphs, compiled layers, scores in few passes, gradients that are handed over together."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 

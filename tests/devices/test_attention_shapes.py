@@ -1,7 +1,5 @@
 """Blocks of packed attention on a GPU: few shapes, and the numbers of blocks that are as long as their rows."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -1,8 +1,6 @@
 """An engine that keeps its GPU memory while the trainer works is counted, and what does not fit is told; and the limit
 of the probe by the types of both sides."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

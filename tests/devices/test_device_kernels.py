@@ -1,7 +1,5 @@
 """What attention asks of a device, what moves to it without being waited for, and which processes give memory back."""
 
-from __future__ import annotations
-
 import threading
 from dataclasses import replace
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Which processes share an engine of several GPUs, and whose rows are whose: four ranks, one after another."""
 
-from __future__ import annotations
-
 import re
 import threading
 from dataclasses import replace

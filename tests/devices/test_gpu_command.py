@@ -1,7 +1,5 @@
 """`make gpu` as far as it goes without a GPU: measurements run small, what is lacking is named, nothing is written."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import json

@@ -4,8 +4,6 @@ Counted on the CPU with narrow layers: the numbers depend on layers, weights, mi
 A call for a list of tensors counts once; a GPU starts a kernel for each 64 tensors or 21 million numbers of it.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Which GPU each worker of a Ray run has, on a cluster that was told of 8 GPUs: Ray counts them and needs none."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path

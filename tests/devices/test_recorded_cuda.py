@@ -1,7 +1,5 @@
 """Calls into torch.cuda and torch.distributed, recorded by stand-ins: which, with what, and in which order."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import mmap

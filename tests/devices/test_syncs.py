@@ -1,7 +1,5 @@
 """How often training and sampling would make their process wait for a GPU: counted per micro-batch and per token."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

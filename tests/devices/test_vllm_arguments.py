@@ -1,7 +1,5 @@
 """What a vLLM engine is asked for on a GPU: sizes by arithmetic, and vLLM's own checks of them with a GPU's numbers."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import logging

@@ -3,8 +3,6 @@
 Reads a pickle of {name: (engine arguments, DeviceMemory)} and a model directory, writes {name: what vLLM says} as JSON.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Weights are cast to the dtype of the computation once per update, and their gradients add up in their own dtype."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

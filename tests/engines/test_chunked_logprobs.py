@@ -1,7 +1,5 @@
 """Scores of tokens are those of the whole logits, however few logits are made at a time."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

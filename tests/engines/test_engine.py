@@ -1,7 +1,5 @@
 """The training engine: how a batch is cut, padded or ordered changes no result, and a bad step changes no weight."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

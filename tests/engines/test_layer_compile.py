@@ -1,7 +1,5 @@
 """Compiled layers compute what layers do, for every micro-batch by the same programs, and decode as they are."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import logging

@@ -1,7 +1,5 @@
 """The optimizer: its schedule against values worked out by hand, and what weight decay acts on."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """A role whose rows are packed scores and learns as one whose rows are padded."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from cases import each_value_once

@@ -1,7 +1,5 @@
 """What one of four processes has of a model: the slices of its layout, and nothing read but them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

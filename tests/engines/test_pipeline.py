@@ -1,7 +1,5 @@
 """Where a model is cut into stages, what a stage holds, and which models are not cut."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

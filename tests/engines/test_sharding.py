@@ -1,7 +1,5 @@
 """One process alone: every sum is what it was."""
 
-from __future__ import annotations
-
 import torch
 
 from verl.component import BuildContext

@@ -1,7 +1,5 @@
 """The cost model against what is known of each sharding by counting."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

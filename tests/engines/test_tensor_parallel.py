@@ -1,7 +1,5 @@
 """Which models tensor parallelism divides, and how it says so where it cannot."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from random_models import save_random_model

@@ -4,8 +4,6 @@ Of a group this process alone is there: what others send is made up, and how muc
 pipeline and experts, which exchange numbers of tokens first, are run in tests/equivalence/test_collective_bytes.py.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """Processes that several files of tests share."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -4,8 +4,6 @@ Each process is a driver too, in step with the others: it divides a batch as `ve
 keeps its own share, and takes the answers of the others.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import os

@@ -1,7 +1,5 @@
 """One update of an engine on rows that are made here: its loss, its gradients, and what it scores."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 

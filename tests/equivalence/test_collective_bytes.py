@@ -1,7 +1,5 @@
 """What processes send in an update, counted where they call collectives, is what the cost model says."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from collective_bytes import planned_bytes

@@ -1,7 +1,5 @@
 """Processes that share the tokens of the same rows learn what one process learns, to float64 rounding."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from equivalence.one_update import rows_with_holes, same_update

@@ -1,7 +1,5 @@
 """A run with a curriculum: resumed it is the uninterrupted one bit by bit, and two processes train as one does."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

@@ -5,8 +5,6 @@ models   whole, with an adapter and recomputed activations, with a tied embeddin
 runs     PPO and GRPO, from prompts to the weights after the last step
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """Processes that share the experts of a layer learn what one process learns, to float64 rounding."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

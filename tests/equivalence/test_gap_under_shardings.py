@@ -1,8 +1,6 @@
 """The comparison of drawn tokens with plain rows, under each kind of sharding: a fault stops the run before the first
 update, and a sound run trains on."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Rows with images on two processes, one of which has none: losses and gradients are those of one process."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

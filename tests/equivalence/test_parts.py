@@ -1,7 +1,5 @@
 """A checkpoint that every process wrote a part of is the one that a single process writes, and loads anywhere."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Roles in Ray actors train exactly what they train in the driver's own process, and share its checkpoints."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """A resumed run is the uninterrupted one, bit by bit: from whichever step it goes on."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A resumed run with a replay buffer is the uninterrupted one, bit by bit, and on more processes to rounding."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A run that changes its sharding and its number of processes at each checkpoint trains what one process trains."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from pathlib import Path

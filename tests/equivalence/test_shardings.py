@@ -1,7 +1,5 @@
 """However a model's weights are divided over processes, it learns what one process teaches it, to float64 rounding."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

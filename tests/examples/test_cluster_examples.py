@@ -1,7 +1,5 @@
 """The examples for Slurm, KubeRay and SkyPilot and the Dockerfile: they parse, and each run in them composes."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,7 +1,5 @@
 """The examples run as a user runs them, and come to what they say."""
 
-from __future__ import annotations
-
 import json
 import re
 import runpy

@@ -1,7 +1,5 @@
 """A hand-written transformer that divides itself over processes is trained, saved and loaded as any other model."""
 
-from __future__ import annotations
-
 import dataclasses
 import subprocess
 import sys

@@ -4,8 +4,6 @@ What is recorded becomes the `Operation`s of `faults.disks`, so that a recording
 model of a power cut as our own.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import os

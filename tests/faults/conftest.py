@@ -1,7 +1,5 @@
 """The server that starts trainers, what stands under file calls, and after the tests the number of faults tried."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 

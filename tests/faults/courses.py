@@ -4,8 +4,6 @@ Agree means bit by bit: every tensor and every plain value of each checkpoint, e
 and response that was rated, in their order.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

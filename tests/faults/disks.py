@@ -1,7 +1,5 @@
 """Disks that do the real thing, and also note it, fail once, or end the process."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from dataclasses import dataclass

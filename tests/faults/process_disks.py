@@ -1,7 +1,5 @@
 """Disks for a writer process, which makes its own: what they do is said by environment variables."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

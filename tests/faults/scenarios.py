@@ -1,7 +1,5 @@
 """What is done to a directory of checkpoints while faults strike, and what must hold afterwards."""
 
-from __future__ import annotations
-
 import json
 import mmap
 import os

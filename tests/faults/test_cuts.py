@@ -1,7 +1,5 @@
 """A trainer that ends in the middle of a step, of an evaluation, of a save, makes that step again, bit by bit."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import signal

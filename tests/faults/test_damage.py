@@ -1,7 +1,5 @@
 """Whatever happens to a published checkpoint afterwards is named, and it is not loaded."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,8 +1,6 @@
 """Saved configurations of well-signed checkpoints that ask for code, connections, variables or files: nothing of it
 happens, and the message names the value and the words by which a user would choose it."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

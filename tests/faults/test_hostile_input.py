@@ -1,8 +1,6 @@
 """What lies on a disk or in a store may be anybody's: well-signed metadata of other types, names that lead elsewhere,
 sizes beyond measure. Every command ends in words, nothing leaves its directory, and no memory is filled."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import json

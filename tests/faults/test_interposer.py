@@ -1,7 +1,5 @@
 """The interposer sees every file call of a process, and strikes the one that it was told to."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

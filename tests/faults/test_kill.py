@@ -1,7 +1,5 @@
 """The process is killed before, within and after every operation that changes the disk."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

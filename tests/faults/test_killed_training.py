@@ -1,7 +1,5 @@
 """A training killed at any moment and started again with `resume=latest` ends as the one that was never killed."""
 
-from __future__ import annotations
-
 import json
 import random
 import time

@@ -1,8 +1,6 @@
 """Links in place of directories, names of others and names that a terminal would interpret: nothing outside is read,
 written or removed."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import shutil

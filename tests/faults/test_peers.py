@@ -4,8 +4,6 @@ Of the others nothing is asserted but that every case was tried and came out as 
 what did.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

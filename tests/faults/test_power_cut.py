@@ -1,7 +1,5 @@
 """The power fails after any operation, and any part of what was not synced is lost."""
 
-from __future__ import annotations
-
 import random
 import shutil
 from collections.abc import Callable

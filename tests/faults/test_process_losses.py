@@ -1,7 +1,5 @@
 """A sibling process that is lost at any stage of a step ends the run by name, and nothing is left running."""
 
-from __future__ import annotations
-
 import os
 import signal
 

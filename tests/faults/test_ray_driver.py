@@ -1,7 +1,5 @@
 """What is left of a run in Ray when its driver is interrupted or killed: nothing."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A run in Ray that loses a worker goes on from its last checkpoint by itself, or says why it cannot."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

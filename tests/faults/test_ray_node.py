@@ -1,7 +1,5 @@
 """A run that started Ray starts it anew after a loss, and ends it."""
 
-from __future__ import annotations
-
 import os
 import signal
 

@@ -1,7 +1,5 @@
 """The file system refuses an operation: the save raises, nothing else happens, and the next save works."""
 
-from __future__ import annotations
-
 import errno
 import resource
 from concurrent.futures import ThreadPoolExecutor

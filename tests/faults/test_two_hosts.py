@@ -1,7 +1,5 @@
 """Two hosts, each with its own disk, joined by Ray: train, save, lose one, resume; what works, what is refused."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import signal

@@ -5,8 +5,6 @@
 What is not below DISK, /dev/shm or HOME is the same on both, as on machines that were installed alike.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

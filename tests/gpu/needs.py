@@ -1,7 +1,5 @@
 """What a test on GPUs asks of its machine: whatever is lacking is named as the reason why it was skipped."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

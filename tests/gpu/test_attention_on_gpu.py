@@ -1,7 +1,5 @@
 """Tier 1, torch on one GPU: the variable-length kernel on packed lines, and compiled layers."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from devices.attention_cost import group_of, needed

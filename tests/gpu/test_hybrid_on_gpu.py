@@ -1,7 +1,5 @@
 """HybridActor on a GPU: a switch in place, and memory that is given back."""
 
-from __future__ import annotations
-
 import torch
 from gpu.needs import gpus
 

@@ -1,7 +1,5 @@
 """Marks through the products of the device agree with those of the CPU: columns bit by bit, sums up to rounding."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from gpu.needs import gpus

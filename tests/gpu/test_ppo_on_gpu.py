@@ -1,7 +1,5 @@
 """The CUDA path: the same steps as on the CPU, on the first GPU; skipped where there is none."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """Copies from the device: what is saved is what the compute stream had been asked for at the call."""
 
-from __future__ import annotations
-
 import torch
 from checkpoint.requests import request, same_bits, tensors_of
 from gpu.needs import gpus

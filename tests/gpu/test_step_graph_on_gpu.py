@@ -1,7 +1,5 @@
 """Decode steps through CUDA graphs: the bits of steps that run kernel by kernel; seconds are reported."""
 
-from __future__ import annotations
-
 import functools
 import time
 

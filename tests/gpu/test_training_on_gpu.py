@@ -1,7 +1,5 @@
 """Tier 1, torch on one GPU: numbers of the CPU, resume, sampling, memory against the plan."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from gpu.needs import gpus

@@ -1,7 +1,5 @@
 """Tier 2, vLLM on a GPU: weights by CUDA IPC, memory given back while training, several processes over NCCL."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """A real HTTP server on loopback that answers as a test says, misbehaves on demand, and remembers what it was asked."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import threading

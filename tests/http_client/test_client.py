@@ -1,7 +1,5 @@
 """The client against a real server on loopback that also misbehaves."""
 
-from __future__ import annotations
-
 import dataclasses
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Where a server is reached: faults that a configuration shows, and keys that it never holds."""
 
-from __future__ import annotations
-
 import pytest
 from refusals import refusal
 

@@ -1,7 +1,5 @@
 """One of several processes of a HybridActor, as a user's own script would be: trains, samples, saves, and tells."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

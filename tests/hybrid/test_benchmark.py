@@ -1,7 +1,5 @@
 """What a switch costs, and that measuring it changes nothing."""
 
-from __future__ import annotations
-
 import pytest
 
 from verl.errors import ConfigError

@@ -1,7 +1,5 @@
 """HybridActor: the numbers of Hugging Face, on one set of weights, in whatever state the user left it."""
 
-from __future__ import annotations
-
 import gc
 import logging
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What is done to an actor between two calls is followed by the next one."""
 
-from __future__ import annotations
-
 import copy
 from concurrent.futures import ThreadPoolExecutor
 

@@ -1,7 +1,5 @@
 """A HybridActor in several processes comes to what one in a single process comes to, to float64 rounding."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """A HybridActor over an engine with weights of its own: the same tokens, and the new ones after each step."""
 
-from __future__ import annotations
-
 import importlib.util
 
 import pytest

@@ -3,8 +3,6 @@
 Sums of two numbers, from the weights that supervised fine-tuning leaves; 32 of the problems, so that seconds show it.
 """
 
-from __future__ import annotations
-
 import fcntl
 import io
 import os

@@ -1,7 +1,5 @@
 """Every algorithm teaches a model that starts from nothing to answer each prompt with what it asks for."""
 
-from __future__ import annotations
-
 import pytest
 from trainer.runs import JSONL, Echo, Prompts, ppo_run, read_lines
 

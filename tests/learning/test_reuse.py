@@ -4,8 +4,6 @@ Every optimizer step has 64 rows and the same learning rate. With old rows, half
 optimizer steps for each batch of 64 new responses. So the fair comparison is with two passes over the new ones.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import statistics
 from pathlib import Path

@@ -4,8 +4,6 @@
 beyond, so that rows of some hundred tokens cross them, and a context that no row leaves.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

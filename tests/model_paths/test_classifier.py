@@ -1,7 +1,5 @@
 """The score of a text is that of the text alone, whatever is scored beside it, and before it."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Choices of routers: counted, recorded while sampling, and chosen again."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

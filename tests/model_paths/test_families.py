@@ -1,7 +1,5 @@
 """Every family of causal language models is right on the path that it takes, or refused by name."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

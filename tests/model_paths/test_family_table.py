@@ -1,7 +1,5 @@
 """A model takes the paths that its family was tried on, and plain ones if anything that matters is another."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

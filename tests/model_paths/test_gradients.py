@@ -1,7 +1,5 @@
 """The gradient of one update on the path that a model takes is that of rows which are run one by one."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from cases import exhaustive

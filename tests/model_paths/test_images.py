@@ -1,7 +1,5 @@
 """Rows with images: log-probs, gradients and responses are those of transformers for each row alone."""
 
-from __future__ import annotations
-
 import zlib
 from pathlib import Path
 from typing import Any

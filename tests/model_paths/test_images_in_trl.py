@@ -1,7 +1,5 @@
 """The loss and the gradients of GRPO on rows with images are those of TRL for the same rows and weights."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 from collections import defaultdict

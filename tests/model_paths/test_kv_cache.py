@@ -1,7 +1,5 @@
 """Slots hold what transformers' own cache holds of each row, wherever it lies."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import DynamicCache, MistralConfig, Qwen2Config

@@ -1,7 +1,5 @@
 """Micro-batches: every row once, each as narrow as its longest prompt and response, within the budget."""
 
-from __future__ import annotations
-
 import torch
 from batches import rollout
 

@@ -1,7 +1,5 @@
 """Packed lines give what padded rows give, forward and backward, for every family that can run them."""
 
-from __future__ import annotations
-
 import pytest
 import refusals
 import torch

@@ -1,7 +1,5 @@
 """A model that would be wrong on a fast way of running it takes a plain one, on which its numbers are right."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

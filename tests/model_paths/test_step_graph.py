@@ -5,8 +5,6 @@ they are recorded, and repeated on the tensors that they were called with, so th
 variables is as old as the recording. Beside them, rows and keys are not padded, as on any CPU.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

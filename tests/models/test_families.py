@@ -1,7 +1,5 @@
 """Families of models other than our own: each generates, scores, is valued and trains through the same code."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from cases import exhaustive, short_where

@@ -1,7 +1,5 @@
 """What of an image-text model is trained: its vision tower only if it is asked for."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from image_models import save_image_model

@@ -1,7 +1,5 @@
 """Norms by the fused kernel compute what the modules of transformers do, forward and backward, and others stay."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

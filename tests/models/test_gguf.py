@@ -1,7 +1,5 @@
 """GGUF files as models: a small one made on the spot, and SmolLM2-135M-Instruct from its package."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

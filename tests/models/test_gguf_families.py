@@ -1,7 +1,5 @@
 """Models of several families written as llama.cpp writes them, and read again: they must answer as they did."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

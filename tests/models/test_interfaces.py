@@ -1,7 +1,5 @@
 """Any Hugging Face model fits its role; what does not is told by what it lacks."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """Adapters: nothing changes at first, only they train, and without them the model is what it was."""
 
-from __future__ import annotations
-
 import torch
 from peft import AutoPeftModelForCausalLM
 from refusals import refusal

@@ -1,7 +1,5 @@
 """Model directories as failed downloads leave them: each is told in one sentence, before weights are loaded."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Any Hugging Face model: what is refused before and while it loads, and what is done to it."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

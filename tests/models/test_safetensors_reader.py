@@ -1,7 +1,5 @@
 """A model made without weights and filled slice by slice is the one that is loaded whole."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """SmolLM2-135M-Instruct, a real chat model: what only its template, weights and tokenizer can show, in a few steps."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Adapters on embeddings and head: trained = merged = reloaded = sent to an engine, for tied and untied models."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

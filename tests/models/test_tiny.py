@@ -1,7 +1,5 @@
 """The built-in model: small, untied, and the same wherever and whenever it is made."""
 
-from __future__ import annotations
-
 import torch
 from roles import largest_difference, weights
 

@@ -1,7 +1,5 @@
 """The character tokenizer: one id per character, the same for ever, and nothing lost on the way back."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

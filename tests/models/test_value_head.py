@@ -1,7 +1,5 @@
 """The value head: zero at the start, one number per position, and saved beside a backbone that anyone can open."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, ClassVar
 

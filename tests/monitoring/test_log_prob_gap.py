@@ -1,7 +1,5 @@
 """The engine's log-probs against the trainer's: runs that draw from another policy stop, sound ones go on silently."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import logging

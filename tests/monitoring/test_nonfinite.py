@@ -1,7 +1,5 @@
 """Faults planted in real runs: what stops, what is skipped, what is left as it was, and what is written about it."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import json

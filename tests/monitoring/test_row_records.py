@@ -1,7 +1,5 @@
 """Records of single responses: tokens that belong together, cut, rounded, and read by themselves."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """Micro-batches within a token budget, and rows divided evenly."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

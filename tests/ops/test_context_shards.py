@@ -1,7 +1,5 @@
 """The tokens of a packed line divided over ranks: each query sees the keys of its own row, however it is cut."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from cases import each_value_once

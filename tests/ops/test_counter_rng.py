@@ -1,7 +1,5 @@
 """Counter-based uniforms: the numbers themselves, that they look random, and that only the counters matter."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

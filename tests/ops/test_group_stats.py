@@ -1,7 +1,5 @@
 """Numbers compared within groups of rows."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

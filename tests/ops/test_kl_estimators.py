@@ -1,7 +1,5 @@
 """What the KL estimators and their gradients are on average, exactly, over all tokens of a small vocabulary."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The one-token shift, log-probabilities and entropies."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """One scalar out of losses per token, the same however the batch is cut."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from refusals import refused

@@ -1,7 +1,5 @@
 """Sums, means and whitening over a mask."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

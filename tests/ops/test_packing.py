@@ -1,7 +1,5 @@
 """Packing: every token stands once in its place, and what predicts a response token is the token before it."""
 
-from __future__ import annotations
-
 import torch
 from hypothesis import given
 from hypothesis import strategies as st

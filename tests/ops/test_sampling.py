@@ -1,7 +1,5 @@
 """Top-k, top-p and the inverse of the cumulative sum."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from refusals import refused

@@ -1,8 +1,6 @@
 """Variable-length attention of a packed line against its attention under masks, in float64, by a stand-in of the
 kernel."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from cases import each_value_once

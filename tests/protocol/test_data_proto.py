@@ -1,7 +1,5 @@
 """DataProto: what it accepts and refuses, and how fields join."""
 
-from __future__ import annotations
-
 import copy
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Every kind of tensor and column: equal to its own copy and to nothing else, and the same after every journey."""
 
-from __future__ import annotations
-
 import copy
 import datetime
 import pickle

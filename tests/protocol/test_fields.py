@@ -1,7 +1,5 @@
 """The table of fields and its checks."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from refusals import refusal, refused

@@ -1,7 +1,5 @@
 """Each kind of fault that a batch can have, by field and row, and who made the field."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """An error names the function that produced a field, whatever kind of callable it is."""
 
-from __future__ import annotations
-
 import functools
 import linecache
 import pickle

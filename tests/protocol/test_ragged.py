@@ -1,7 +1,5 @@
 """A ragged field is a list of tensors, one for each row, whatever its items share and in whatever order they lie."""
 
-from __future__ import annotations
-
 import torch
 from any_batches import exact, ragged_rows, rows_of
 from batches import rollout

@@ -1,7 +1,5 @@
 """Rows of a batch: chosen, put in order, divided, joined and re-padded."""
 
-from __future__ import annotations
-
 import io
 import pickle
 from itertools import chain

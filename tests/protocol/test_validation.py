@@ -1,7 +1,5 @@
 """Strict checks: each rule passes what is right, and names field, row and producer of what is not."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

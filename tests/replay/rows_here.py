@@ -1,7 +1,5 @@
 """Scored rows for tests, ragged and seeded."""
 
-from __future__ import annotations
-
 import torch
 
 from verl.protocol import DataProto

@@ -1,7 +1,5 @@
 """Rows come out of the buffer as they went in."""
 
-from __future__ import annotations
-
 import numpy as np
 import pyarrow as pa
 import pytest

@@ -1,7 +1,5 @@
 """One buffer over all layers: what is drawn, what it depends on, and how much memory it takes."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

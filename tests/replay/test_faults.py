@@ -1,7 +1,5 @@
 """A full disk, and a process killed at any call of the file system: what was saved is there, and nothing is wrong."""
 
-from __future__ import annotations
-
 import dataclasses
 import errno
 import os

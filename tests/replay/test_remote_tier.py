@@ -1,7 +1,5 @@
 """The coldest rows: brought to a store and back, and what becomes of them when the store fails."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import threading

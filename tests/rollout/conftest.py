@@ -1,7 +1,5 @@
 """An actor that samples from a server on loopback, which speaks as vLLM does."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 
 import pytest

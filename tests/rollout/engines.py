@@ -1,7 +1,5 @@
 """What tests of rollout engines share: models that vLLM's kernels take, prompts of many lengths, comparisons by row."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """vLLM engines with a fault that the rollout worker injects."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from verl.component import component

@@ -1,7 +1,5 @@
 """A model that speaks as vLLM and as TGI do over HTTP, written for these tests: it draws, tells log-probs, reloads."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 from typing import Any

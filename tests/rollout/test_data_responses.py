@@ -1,7 +1,5 @@
 """Responses of the data in place of sampled ones: which prompts, which tokens, the loss of a mixed batch, resumes."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

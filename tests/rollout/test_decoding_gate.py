@@ -1,7 +1,5 @@
 """Log-probs of drawn tokens are compared with a plain forward pass of their rows before anything is trained on them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The decode loop: what it records is what the model says, and what it draws depends on nothing but the request."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from cases import each_value_once

@@ -1,7 +1,5 @@
 """Turns of two processes that compute each forward pass together: one plays, both generate the same."""
 
-from __future__ import annotations
-
 import json
 import time
 from datetime import timedelta

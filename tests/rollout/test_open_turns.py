@@ -1,7 +1,5 @@
 """Turns that are open keep keys and values of the weights that they began with."""
 
-from __future__ import annotations
-
 import pytest
 from roles import start_actor
 

@@ -1,7 +1,5 @@
 """What is wrong with the options of a rollout is said by field, and what ends a response is known beforehand."""
 
-from __future__ import annotations
-
 from refusals import refusal
 
 from verl.rollout.base import stop_tokens

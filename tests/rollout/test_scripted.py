@@ -1,7 +1,5 @@
 """The scripted rollout: given texts, with the log-probabilities that the model gives them."""
 
-from __future__ import annotations
-
 import torch
 from roles import start_actor
 

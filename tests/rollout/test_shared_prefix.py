@@ -1,7 +1,5 @@
 """Reading a prompt once for all of its samples gives what reading it for each of them gives."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from roles import start_actor

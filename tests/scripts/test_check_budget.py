@@ -1,7 +1,5 @@
 """The size of the project against its budget."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from scripts.check_budget import above, sizes

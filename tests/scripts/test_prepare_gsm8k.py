@@ -1,7 +1,5 @@
 """GSM8K's format becomes prompts and answers, and the recipe for it runs on a local model and file."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 

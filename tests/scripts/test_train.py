@@ -1,7 +1,5 @@
 """Plain flags: what each becomes, what is refused, and that the run they ask for is the one that runs."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import re

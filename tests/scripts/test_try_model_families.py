@@ -1,7 +1,5 @@
 """The script that makes the table of families finds again what the table has."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """An endpoint that listens during a test, and chat completions from it."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 

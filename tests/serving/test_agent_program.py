@@ -1,7 +1,5 @@
 """`environment=agent_program`: programs that know of nothing but an endpoint train the policy, exact in tokens."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Streams, stop texts, several choices and other APIs: unchanged clients, and the very tokens of chat completions."""
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import json

@@ -1,7 +1,5 @@
 """The OpenAI-compatible endpoint: OpenAI's own client against it, and tokens that are those that were drawn."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import http.client

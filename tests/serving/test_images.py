@@ -1,7 +1,5 @@
 """Images in requests: OpenAI's own client, and answers that are those to the same prompts of a data set."""
 
-from __future__ import annotations
-
 import base64
 import io
 from concurrent.futures import ThreadPoolExecutor

@@ -1,8 +1,6 @@
 """Servers on loopback that speak the protocols of Google Cloud Storage and of OSS, as far as one bucket is asked:
 moto's S3 server, whose requests are nearly the same, and before it what differs."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """A real S3 server on loopback (moto's), and a proxy before it that misbehaves as a test says."""
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import logging

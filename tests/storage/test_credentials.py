@@ -1,7 +1,5 @@
 """Which credentials and which address a store is asked with: those of the environment or of the machine, or none."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import os

@@ -1,7 +1,5 @@
 """A server that fails, stalls, hangs up or answers late: nothing is lost, and nothing is half put."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import resource

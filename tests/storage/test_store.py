@@ -1,7 +1,5 @@
 """Every kind of store keeps the same promises; S3 is a real server on loopback."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The console shows steps, stages and samples on terminals and in pipes, without tearing or control characters."""
 
-from __future__ import annotations
-
 import io
 import re
 import subprocess

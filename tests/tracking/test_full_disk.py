@@ -1,7 +1,5 @@
 """A disk that is full for a while: training goes on, no line is torn, and no line of the metrics is missing."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """metrics.jsonl holds every number as valid JSON, whole lines only, and says where it could not write."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

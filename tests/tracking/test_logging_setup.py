@@ -1,7 +1,5 @@
 """Log lines go once to the console and once to run.log, without secrets, until the set-up is undone."""
 
-from __future__ import annotations
-
 import io
 import logging
 

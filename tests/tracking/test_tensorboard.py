@@ -1,7 +1,5 @@
 """TensorBoard event files hold the metrics that were logged."""
 
-from __future__ import annotations
-
 import math
 
 from verl.component import BuildContext

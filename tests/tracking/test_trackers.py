@@ -1,7 +1,5 @@
 """A run's trackers act as one: redacted, released, and never the reason that training stops."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 

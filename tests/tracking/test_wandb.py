@@ -1,7 +1,5 @@
 """A W&B run without a key is a set of offline files below the run directory."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

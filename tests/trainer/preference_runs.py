@@ -1,7 +1,5 @@
 """Small runs of preference optimisation and of reward models."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from same_training import Training

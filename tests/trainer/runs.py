@@ -1,7 +1,5 @@
 """Whole runs, small enough for a test: a description of each part, with room for what a test wants to be different."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What an algorithm may ask of the loop: a greedy baseline, groups of mixed rewards, weights, a moving coefficient."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 

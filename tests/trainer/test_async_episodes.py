@@ -1,7 +1,5 @@
 """Asynchronous training on episodes: equal to the synchronous one at staleness 0, repeatable, and resumable."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from typing import Any

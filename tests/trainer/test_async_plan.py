@@ -1,7 +1,5 @@
 """The simulation of asynchronous training: closed forms and its bound."""
 
-from __future__ import annotations
-
 import json
 import random
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Groups that are finished are rated while the trainer works, and nothing of it is seen in the numbers."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

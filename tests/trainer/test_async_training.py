@@ -1,7 +1,5 @@
 """Asynchronous training: equal to the synchronous one at staleness 0, resumable, and strict in order and age."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools

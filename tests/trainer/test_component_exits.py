@@ -1,7 +1,5 @@
 """`exit()` in a component, wherever a run calls it, ends the run in words, or is that component's failure."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import sys

@@ -1,7 +1,5 @@
 """What the options of debug/ do in a run: plant a fault, repeat a batch, profile."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 

@@ -1,7 +1,5 @@
 """Which checkpoint a run goes on from when it has lost a worker."""
 
-from __future__ import annotations
-
 import io
 import json
 from dataclasses import replace

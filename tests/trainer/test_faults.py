@@ -1,7 +1,5 @@
 """Bad input is an error before training, with the path of the setting; what fails later ends the run in order."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

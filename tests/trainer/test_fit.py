@@ -1,7 +1,5 @@
 """The loop around a trainer: what it evaluates when, what it writes, and how it ends."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

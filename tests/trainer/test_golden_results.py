@@ -3,8 +3,6 @@
 Bit by bit on the kind of machine that recorded them, else to rounding.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Whole runs on pictures: resumed bit by bit, saved as transformers reads them, and refused where they cannot be."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

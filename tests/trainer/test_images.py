@@ -1,7 +1,5 @@
 """Whole runs on rows with images: fine-tuning, preferences and reward models see the pictures of their rows."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

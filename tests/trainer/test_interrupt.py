@@ -1,7 +1,5 @@
 """Ctrl-C and SIGTERM: what is finished is saved, the workers end, and the exit status tells which it was."""
 
-from __future__ import annotations
-
 import json
 import signal
 import time

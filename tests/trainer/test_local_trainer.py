@@ -1,7 +1,5 @@
 """LocalPPOTrainer: a short file, rows and a reward of the user's, no command line."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

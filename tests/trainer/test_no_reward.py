@@ -1,7 +1,5 @@
 """Rewards of None: such responses enter no baseline and no loss, whatever the estimator, and are counted."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from pathlib import Path

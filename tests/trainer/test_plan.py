@@ -1,8 +1,6 @@
 """A plan of a run agrees with the bytes that a run takes, warns where that is more than there is, and what it advises
 makes a run fit."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

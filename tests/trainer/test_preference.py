@@ -1,7 +1,5 @@
 """Preference optimisation and reward models as a whole: they learn, resume bit by bit, and divide as they do alone."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

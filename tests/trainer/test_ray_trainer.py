@@ -1,7 +1,5 @@
 """RayPPOTrainer, with roles that move to Ray one by one, and supervised fine-tuning in Ray."""
 
-from __future__ import annotations
-
 import os
 import signal
 from dataclasses import replace

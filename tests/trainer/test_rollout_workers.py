@@ -1,7 +1,5 @@
 """The role `rollout` in several processes: each has an engine, a schedule, and every so many-th prompt of a batch."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import os

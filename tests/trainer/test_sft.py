@@ -1,7 +1,5 @@
 """Supervised fine-tuning as a whole: conversations, several epochs, evaluation loss, adapters."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Metrics that settings name and no evaluation has are refused or told."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 

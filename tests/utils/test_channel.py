@@ -1,7 +1,5 @@
 """Objects and open files between two processes, and how the end of the other one is noticed."""
 
-from __future__ import annotations
-
 import os
 import socket
 import threading

@@ -1,7 +1,5 @@
 """A child of the harness: what it is started with, what it says, and how it ends, whatever state it is in."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

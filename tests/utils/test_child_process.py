@@ -1,7 +1,5 @@
 """Of a log, only what tells of the end is shown; of an end, how it came."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """An exit of a component is an error that names its line; Ctrl-C and the run's own end stay what they are."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

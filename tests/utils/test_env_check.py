@@ -1,7 +1,5 @@
 """The environment check says of each requirement whether it is met, and which command mends it."""
 
-from __future__ import annotations
-
 import re
 import runpy
 import subprocess

@@ -1,7 +1,5 @@
 """Main memory that a process keeps and returns."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """What a killed process leaves is removed, whether what it had started is killed too, stopped, or going on."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """A child that works is told from one that is stopped, by a counter in memory that nobody has to remove."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

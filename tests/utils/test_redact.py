@@ -1,7 +1,5 @@
 """Secrets leave every text that is printed or saved, and ordinary text stays as it is."""
 
-from __future__ import annotations
-
 import io
 import logging
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A signal is noted and told at once, wherever it comes; a second one ends at once."""
 
-from __future__ import annotations
-
 import os
 import signal
 

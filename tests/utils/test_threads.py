@@ -1,7 +1,5 @@
 """`trainer.num_threads=auto`: what is measured, what is chosen, and what a resumed run takes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

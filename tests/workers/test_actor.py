@@ -1,7 +1,5 @@
 """The actor: one set of weights that generates, scores, trains and is saved."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """The critic: silent at first, then nearer to the returns, and saved with its head."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -1,7 +1,5 @@
 """A model that is not what its class says is noticed in the first batch, and takes a plainer way from there on."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

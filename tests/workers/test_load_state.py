@@ -1,7 +1,5 @@
 """A checkpoint that is not on the machine of a worker is refused with what to do."""
 
-from __future__ import annotations
-
 import socket
 
 import pytest

@@ -1,7 +1,5 @@
 """The role `rollout`: the digests that it gives are of the tensors that it was sent, whatever turns compute in."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

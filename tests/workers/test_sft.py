@@ -1,7 +1,5 @@
 """Supervised fine-tuning: the likelihood of the marked tokens, counted over the whole batch."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Generation in steps of an engine: the same events at the same steps give the same bits, at any speed."""
 
-from __future__ import annotations
-
 import os
 import random
 import time

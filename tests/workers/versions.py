@@ -1,7 +1,5 @@
 """A model whose weights of each version are known, and comparisons of rows that it drew."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Saving, and finding again what was saved."""
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -1,7 +1,5 @@
 """Files written past the page cache, where the file system can, and all the same where it cannot."""
 
-from __future__ import annotations
-
 import errno
 import os
 

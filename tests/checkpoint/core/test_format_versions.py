@@ -1,7 +1,5 @@
 """A checkpoint of another format is refused with what to do, and one that would break is told with the reason."""
 
-from __future__ import annotations
-
 import pytest
 from golden_run import as_of_format, golden_run
 from packaging.version import Version

@@ -1,7 +1,5 @@
 """The manifest says what it was given, always in the same bytes; files are hashed in leaves."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

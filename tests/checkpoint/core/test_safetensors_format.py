@@ -1,7 +1,5 @@
 """What we render, the safetensors library opens; what it writes, we read."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

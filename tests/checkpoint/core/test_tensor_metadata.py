@@ -1,7 +1,5 @@
 """Slices tile a tensor exactly, or the fault is named."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """A tensor reads the same whatever slices it was written in, and whatever part of it is asked for."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Beside a running run that prunes, a search finds the newest."""
 
-from __future__ import annotations
-
 import pytest
 from faults.scenarios import save
 

@@ -1,7 +1,5 @@
 """A path means the checkpoint that a person would say it means."""
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -1,7 +1,5 @@
 """An S3 server that fails while a checkpoint is fetched from it: it is fetched whole, or not at all and told."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

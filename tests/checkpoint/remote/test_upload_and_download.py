@@ -1,7 +1,5 @@
 """Checkpoints go into a store and come back as they were; what is wrong is found, and names the file."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

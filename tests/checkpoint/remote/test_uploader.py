@@ -1,7 +1,5 @@
 """A process uploads while training goes on; the store fails and vanishes, and nothing is lost or wrongly taken."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import os

@@ -1,7 +1,5 @@
 """From live tensors to a published checkpoint, in another process and in this one."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json

@@ -1,7 +1,5 @@
 """Incremental saves: files that did not change are links, changed ones are written, and all of it comes back."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

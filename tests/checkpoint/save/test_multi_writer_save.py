@@ -1,7 +1,5 @@
 """Saves that several participants write: reports, failures, late ones, and who writes what."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """Directories of runs as the trackers write them, made without training."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """The files of a run directory may be another person's: whatever they hold, commands end without a traceback."""
 
-from __future__ import annotations
-
 import copy
 import json
 import random

@@ -1,7 +1,5 @@
 """The page in a real browser: it draws, filters, is used by keyboard, loads nothing, and shows text as text."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import itertools

@@ -1,7 +1,5 @@
 """A run is read from its files alone: finished, running, killed, damaged, and resumed along a chain."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

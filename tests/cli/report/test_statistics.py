@@ -1,7 +1,5 @@
 """Intervals are those of the textbook, and are there only where something supports them."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

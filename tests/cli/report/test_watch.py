@@ -1,7 +1,5 @@
 """`verl watch`: lines of a running run as they are written."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

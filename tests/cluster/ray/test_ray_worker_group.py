@@ -1,7 +1,5 @@
 """Roles in Ray actors: divided, joined, failing by name, and never leaving anything behind."""
 
-from __future__ import annotations
-
 import signal
 import socket
 import subprocess

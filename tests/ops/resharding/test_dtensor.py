@@ -1,7 +1,5 @@
 """The layout of a tensor over processes, and what each of them holds, checked against what torch has put there."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

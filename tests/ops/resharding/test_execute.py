@@ -1,7 +1,5 @@
 """Plans carried out by four processes over gloo."""
 
-from __future__ import annotations
-
 import multiprocessing
 import traceback
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """Plans between layouts: every rank ends with what it wants, and nothing travels that need not."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Plans of large models over many ranks, against a simple plan that goes tensor by tensor and rank by rank."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 

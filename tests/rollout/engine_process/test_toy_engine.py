@@ -1,7 +1,5 @@
 """An engine of one's own in a process of its own has the proof, the sync, the sleep and the restart that vLLM has."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """An engine of one's own in a process of its own: a model of transformers, decoded one token and one turn at a time."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A trainer and an engine without an engine: marks of the same tensors, with room for a fault on one side."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Models cut over ranks as vLLM cuts them, under the names of its classes, so that many ranks fit into one process."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What marks tell of a tensor: everything that a sync can get wrong, and nothing that rounding does."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The ranks of an engine with tensor parallelism, put together again."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from rollout.proof.planted import compared, marks_of

@@ -1,7 +1,5 @@
 """A run whose engine no longer follows is stopped by the step that finds it, with the tensors named."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """A proof passes what is the same, stops at what is not, and says which tensors and what is likely."""
 
-from __future__ import annotations
-
 import pickle
 
 import numpy as np

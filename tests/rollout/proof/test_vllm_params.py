@@ -3,8 +3,6 @@
 Packed as vLLM has them on a CPU: test_vllm_probe.py.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

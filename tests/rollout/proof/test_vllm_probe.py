@@ -3,8 +3,6 @@
 Every sync of tests/rollout/vllm/test_families.py is proven too, for further families.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import subprocess

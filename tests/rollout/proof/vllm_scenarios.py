@@ -6,8 +6,6 @@ KIND is `weights`, `experts` or `adapter`. The last line is JSON: for each argum
 fault, "text": of the error, "metrics": of a proof}.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import json

@@ -1,7 +1,5 @@
 """Whatever a server sends in place of a response, the step ends in words that name the prompt and the sample."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from typing import Any

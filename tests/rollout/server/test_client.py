@@ -1,7 +1,5 @@
 """`rollout=server` against a server on loopback that speaks as vLLM does (the one in `rollout/speaking.py`)."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

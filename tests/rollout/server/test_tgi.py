@@ -2,8 +2,6 @@
 `rollout/speaking.py`).
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from http_client.servers import Say

@@ -1,7 +1,5 @@
 """`rollout=server` against vLLM's own server, on loopback."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import signal

@@ -1,7 +1,5 @@
 """`rollout=server` and new weights: given, proven, and refused where they did not arrive."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

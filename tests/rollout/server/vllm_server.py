@@ -6,8 +6,6 @@ By itself vLLM starts four interpreters on a CPU (the server, a look at the mode
 each imports vLLM and torch. Here the latter two are forks of the first, which looks at the class itself.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import runpy

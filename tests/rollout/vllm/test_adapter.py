@@ -1,7 +1,5 @@
 """An adapter goes to vLLM as itself, under a new number each time."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """vLLM in its own process draws what our own decode loop draws, follows the weights, and outlives its own death."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import os

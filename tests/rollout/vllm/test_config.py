@@ -1,7 +1,5 @@
 """What can be known to be wrong with rollout=vllm before anything starts, and which engine rollout=auto takes."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

@@ -1,7 +1,5 @@
 """vLLM beside two processes: together they draw what our own loop draws in one, before and after an update."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """Models of several families in vLLM, an adapter merged on its way there, and what vLLM cannot run, in our words."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

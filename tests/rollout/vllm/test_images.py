@@ -1,7 +1,5 @@
 """Prompts with images in vLLM: responses are those of our own loop, and weights of the vision tower are proven."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Weights that vLLM takes between two tokens of its responses."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import signal

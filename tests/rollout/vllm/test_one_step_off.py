@@ -1,7 +1,5 @@
 """One step of sampling ahead: the order of weights and draws, and a resume that goes on with what was drawn."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import signal

@@ -1,7 +1,5 @@
 """Router replay with vLLM: the experts that its routers chose for each sampled token reach the trainer."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 

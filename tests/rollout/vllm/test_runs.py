@@ -1,7 +1,5 @@
 """A whole run with vLLM through the entry point, and the end of the engine when its trainer is killed."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """An engine of several workers: each takes its part from the same stream, and nothing is left when it ends."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """The way of the weights: names and shapes of a checkpoint, one tensor at a time, through two chunks of memory."""
 
-from __future__ import annotations
-
 import os
 import threading
 

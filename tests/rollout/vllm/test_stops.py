@@ -1,7 +1,5 @@
 """An engine that is stopped (SIGSTOP) at any stage is ended and made anew; what was asked comes all the same."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

@@ -1,7 +1,5 @@
 """Where the tensors of a stream land in the layers of an engine, whole or cut over ranks, packed or not."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Weights of a divided model on their way to engines, in processes over gloo: bit by bit, and no byte too many."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import threading

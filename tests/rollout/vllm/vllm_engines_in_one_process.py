@@ -6,8 +6,6 @@ Prints one JSON object: for each case the share of rows with the same tokens as 
 of log-probs, or the error. Weights go through the stream that they go through between two processes.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import gc

@@ -1,7 +1,5 @@
 """What the driver holds is saved by being a part: a state of one's own goes on where it was, with no edit elsewhere."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from typing import Any

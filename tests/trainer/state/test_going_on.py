@@ -1,7 +1,5 @@
 """A run that ended early goes on to the same end; when and in which form it saves; what is watched across a resume."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import logging

@@ -1,7 +1,5 @@
 """Which checkpoint `resume` means, what is done about a damaged one, what is refused, and what may differ."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import logging

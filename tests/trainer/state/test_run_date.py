@@ -1,7 +1,5 @@
 """Chat templates that write the day's date: a run that is resumed on another day renders the same prompts."""
 
-from __future__ import annotations
-
 import json
 import logging
 

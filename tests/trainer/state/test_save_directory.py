@@ -1,7 +1,5 @@
 """Whose checkpoints lie where: two runs one after the other, two at once, a sweep repeated, a job started again."""
 
-from __future__ import annotations
-
 import dataclasses
 import errno
 import fcntl

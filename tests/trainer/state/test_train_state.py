@@ -1,7 +1,5 @@
 """Each process goes on with its own random numbers after a resume; one that the checkpoint does not know is told of."""
 
-from __future__ import annotations
-
 import json
 import logging
 import random

@@ -1,7 +1,5 @@
 """How two configurations differ, and that content counts, not the name of a file."""
 
-from __future__ import annotations
-
 from verl.trainer.state.training_identity import ABSENT, differences, identity_of, replay_identity
 
 
