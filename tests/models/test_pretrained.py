@@ -13,11 +13,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from verl.errors import ConfigError
+from verl.models.hf_state_dict import hf_state_dict
 from verl.models.lora import LoRA
 from verl.models.model_files import asks_hub
 from verl.models.pretrained import VALUE_HEAD_FILE, Pretrained
 from verl.rollout.base import GenerationRequest
 from verl.rollout.hf import HFRollout
+from verl.rollout.weight_sync.state_dict import weights_of
 
 
 @pytest.mark.parametrize("path", ["gpt2", "Qwen/Qwen2-0.5B", "warm-start://arithmetic"])
@@ -222,7 +224,9 @@ def test_weights_of_eight_bits_are_trained_as_what_they_stand_for_and_others_are
     config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     (directory / "config.json").write_text(json.dumps(config))
     model = Pretrained(path=str(directory)).load_causal_lm("cpu")
-    assert all(torch.equal(model.get_parameter(name), weight) for name, weight in expected.items())
+    sent = {weight.name: weight.make() for weight in weights_of(model)}
+    assert sent.keys() == hf_state_dict(model).tensors.keys() == load_file(dir32 / "model.safetensors").keys()
+    assert all(torch.equal(sent[name], weight) for name, weight in expected.items())
     assert [record.args[1:] for record in caplog.records if record.name == "verl.models.pretrained"] == [
         (1, "Qwen2ForCausalLM", "model.layers.7.mlp.up_proj.weight")
     ]

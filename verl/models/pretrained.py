@@ -451,6 +451,8 @@ class Pretrained(ModelSource):
                 ):
                     raise
                 raise ConfigError(f"attention is {self.attention!r}: {error} Set attention=eager.") from error
+        if quantised is not None:
+            model._weight_conversions = None  # of the scales: it is saved as a model of plain weights
         self._refuse_holes(report, absent)
         if (
             unused := sorted(report["unexpected_keys"])
