@@ -31,10 +31,10 @@ ATTENTION, LATE, EXPERTS = "model.layers.0.self_attn", "model.layers.1", "model.
 
 @pytest.fixture(scope="module")
 def found(request, tmp_path_factory):
-    """Engine -> scenario -> what became of it. One that slow or exhaustive tests alone ask about runs with them."""
-    arguments, is_slow, is_exhaustive = {}, has_tests(request, "slow"), has_tests(request, "exhaustive")
+    """Engine -> scenario -> what became of it. One that exhaustive tests alone ask about runs with them."""
+    arguments, is_exhaustive = {}, has_tests(request, "exhaustive")
     for name, (family, options, dtype, kind) in ENGINES.items():
-        if (kind != "weights" and not is_slow) or (dtype == "bfloat16" and not is_exhaustive):
+        if dtype == "bfloat16" and not is_exhaustive:
             continue
         path = tmp_path_factory.mktemp("models") / name.replace(" ", "_")
         save_random_model(path, family, torch.float32, hidden_size=128, intermediate_size=192, **options)
@@ -89,7 +89,6 @@ def test_a_vector_that_stays_behind_is_named(found, engine, name):
     assert found[engine][f"left out {name}"]["names"] == [f"{LATE}.{name}"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("scenario", ["first", "clean", "last"])
 def test_a_clean_sync_of_experts_is_proven_expert_by_expert(found, scenario):
     outcome = found["experts"][scenario]
@@ -98,7 +97,6 @@ def test_a_clean_sync_of_experts_is_proven_expert_by_expert(found, scenario):
     assert outcome["metrics"]["sync/unproven_tensors"] == 0
 
 
-@pytest.mark.slow  # test_vllm_params.py names experts in `make test`
 @pytest.mark.parametrize(
     ("scenario", "named"),
     [
@@ -114,13 +112,11 @@ def test_an_expert_that_is_not_the_trainers_is_named(found, scenario, named):
     assert scenario == "not packed again" or len(names) == len(named)
 
 
-@pytest.mark.slow
 def test_every_packing_of_experts_of_this_machine_can_be_read(found):
     assert found["experts"]["packing"]["names"] == []
     assert "vec" in found["experts"]["packing"]["text"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("scenario", ["first", "clean", "last"])
 def test_a_clean_sync_of_an_adapter_is_proven(found, scenario):
     outcome = found["adapter"][scenario]
@@ -128,13 +124,11 @@ def test_a_clean_sync_of_an_adapter_is_proven(found, scenario):
     assert outcome["metrics"]["sync/probe_gap_nats"] < 1e-4
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("scenario", ["stale", "not asked for"])
 def test_an_adapter_that_is_not_the_trainers_is_caught(found, scenario):
     assert len(found["adapter"][scenario]["names"]) == 2 * 2 * 7  # A and B, two layers, seven products
 
 
-@pytest.mark.slow
 def test_an_adapter_that_binds_some_layers_only_is_caught(found):
     names = found["adapter"]["binds half"]["names"]
     assert names == [f"model.layers.{i}.self_attn.q_proj.lora_{part}" for i in (0, 1) for part in "AB"]
