@@ -170,7 +170,8 @@ def test_a_worker_of_an_engine_of_two_that_is_stopped_or_killed_is_outlived(
     workers, stage, number, source, tmp_path, monkeypatch, caplog
 ):
     model, tokenizer = source.load_causal_lm("cpu"), source.load_tokenizer()
-    options = VLLMRollout(**SMALL, **{f"{workers}_parallel_size": 2})
+    limit = {"call_timeout_s": 30.0}  # its second process imports vLLM while the first one waits
+    options = VLLMRollout(**SMALL | limit, **{f"{workers}_parallel_size": 2})
     vllm = options.attach(model, tokenizer, 0, None, BuildContext(run_dir=tmp_path))
     ours = HFRollout(max_new_tokens=8).attach(model, tokenizer, 0)
 
