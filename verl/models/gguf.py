@@ -28,7 +28,7 @@ SUFFIX, MAGIC = ".gguf", b"GGUF"
 INSTALL = "pip install --no-deps gguf"
 END_IDS = ("eos_token_id", "eot_token_id", "eom_token_id")  # of tokenizer.ggml: each ends a response
 READING = 2  # of the way a file is read: another one makes another directory in the cache
-FIELDS = {  # what transformers does not take over from the metadata of each family, and its name there
+FIELDS = {  # of the metadata, and their names in transformers, which takes over some of them for some families
     "attention.key_length": "head_dim",
     "attention.sliding_window": "sliding_window",
     "attn_logit_softcapping": "attn_logit_softcapping",
@@ -157,7 +157,7 @@ def _checked_header(file: Path) -> dict[str, Any]:
         reason = printable(f"{type(error).__name__}: {error}")[:200]
         raise ConfigError(f"path is {str(file)!r}: the file is damaged ({reason}). Download it again.") from error
     family = str(header.get("general.architecture"))
-    if not {family, family.replace("-", "_"), family.replace("moe", "_moe")} & {*GGUF_SUPPORTED_ARCHITECTURES}:
+    if not _names_in_transformers(family) & {*GGUF_SUPPORTED_ARCHITECTURES}:
         raise ConfigError(
             f"path is {str(file)!r}: a {family}, which transformers does not read from GGUF. It reads "
             f"{', '.join(sorted(GGUF_SUPPORTED_ARCHITECTURES))}. Give the directory of the model instead."
@@ -170,6 +170,10 @@ def _checked_header(file: Path) -> dict[str, Any]:
     return header
 
 
+def _names_in_transformers(family: str) -> set[str]:
+    return {family, family.replace("-", "_"), family.replace("moe", "_moe")}
+
+
 def _read_model(file: Path, header: dict[str, Any], dtype: Any) -> Any:
     """The dequantised model, with all that the file says of it; transformers leaves out metadata and tensors that it
     does not know, and takes random numbers for weights that it does not find.
@@ -179,12 +183,16 @@ def _read_model(file: Path, header: dict[str, Any], dtype: Any) -> Any:
     """
     from gguf import GGUFReader
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
+    names = _names_in_transformers(header["general.architecture"])
+    taken = {suffix for name in names for suffix in GGUF_CONFIG_MAPPING.get(name, ())}  # Gemma 4's sizes have two names
     family = f"{header['general.architecture']}."
     tensors = {tensor.name: tensor for tensor in GGUFReader(file).tensors}
     config: Any = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
     for suffix, name in FIELDS.items():
-        if isinstance(value := header.get(family + suffix), int | float) and hasattr(config, name):
+        value = None if suffix in taken else header.get(family + suffix)
+        if isinstance(value, int | float) and hasattr(config, name):
             setattr(config, name, value)
     for name, tensor in BIASES.items():
         if hasattr(config, name):
