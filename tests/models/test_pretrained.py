@@ -16,7 +16,7 @@ from verl.errors import ConfigError
 from verl.models.hf_state_dict import hf_state_dict
 from verl.models.lora import LoRA
 from verl.models.model_files import asks_hub
-from verl.models.pretrained import VALUE_HEAD_FILE, Pretrained
+from verl.models.pretrained import Pretrained
 from verl.rollout.base import GenerationRequest
 from verl.rollout.hf import HFRollout
 from verl.rollout.weight_sync.state_dict import weights_of
@@ -26,7 +26,6 @@ from verl.rollout.weight_sync.state_dict import weights_of
 def test_a_name_on_the_hub_passes_without_asking_the_hub(path):
     assert Pretrained(path=path).path == path
     assert Pretrained(path=path).max_positions() is None
-    assert Pretrained(path=path).value_head() is None
 
 
 def copy(dir32, tmp_path, **config):
@@ -74,13 +73,6 @@ test_what_is_no_model_or_would_not_be_the_model_is_refused = refused(
 def test_the_context_length_is_read_without_the_weights(dir32, tmp_path):
     shutil.copy(dir32 / "config.json", tmp_path)
     assert Pretrained(path=str(tmp_path)).max_positions() == 64
-
-
-def test_a_value_head_is_found_beside_the_weights(dir32, tmp_path):
-    critic = shutil.copytree(dir32, tmp_path / "critic")
-    assert Pretrained(path=str(critic)).value_head() is None
-    (critic / VALUE_HEAD_FILE).touch()
-    assert Pretrained(path=str(critic)).value_head() == critic / VALUE_HEAD_FILE
 
 
 def test_a_tokenizer_without_padding_pads_with_its_end_of_text_on_the_left(dir64, tmp_path):

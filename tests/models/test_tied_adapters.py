@@ -1,11 +1,13 @@
 """Adapters on embeddings and head: trained = merged = reloaded = sent to an engine, for tied and untied models."""
 
 import itertools
+import json
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from refusals import refusal
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from verl.models.lora import LoRA
@@ -85,8 +87,6 @@ def test_an_adapter_of_a_run_reaches_files_and_engine_as_it_was_trained_or_is_re
     missing, unexpected = engine.load_state_dict(sent, strict=False)
     assert (missing, unexpected) == (["lm_head.weight"] if tied else [], [])
     torch.testing.assert_close(logits(engine), logits(model), atol=1e-4, rtol=1e-4)
-    from safetensors.torch import save_file
-
     saved = hf_state_dict(model)
     (tmp_path / "actor").mkdir()
     assert saved.file is not None
@@ -95,3 +95,26 @@ def test_an_adapter_of_a_run_reaches_files_and_engine_as_it_was_trained_or_is_re
         (tmp_path / "actor" / name).write_bytes(content)
     loaded = Pretrained(path=str(tmp_path / "actor")).load_causal_lm("cpu")
     torch.testing.assert_close(logits(loaded), logits(model), atol=1e-4, rtol=1e-4)
+
+
+def test_a_head_of_its_own_is_kept_where_the_configuration_ties_it(tmp_path):
+    path = base(tmp_path / "base", tied=False)
+    expected = logits(AutoModelForCausalLM.from_pretrained(path))
+    config = tmp_path / "base" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "tie_word_embeddings": True}))
+    source = Pretrained(path=path)
+    assert source.load_skeleton("causal_lm") is None
+    model = source.load_causal_lm("cpu")
+    assert torch.equal(logits(model), expected)
+    assert not model.config.tie_word_embeddings  # by which engines tie, and later loads
+
+
+@pytest.mark.parametrize(("before", "after"), [("layers", "language_model.layers"), ("lora_A", "lora_A.actor")])
+def test_an_adapter_whose_weights_are_not_those_of_its_base_model_is_refused(before, after, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(base(tmp_path / "base", tied=False))
+    config = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    trained(get_peft_model(model, config)).save_pretrained(tmp_path / "actor")
+    file = tmp_path / "actor" / "adapter_model.safetensors"
+    save_file({name.replace(before, after): x for name, x in load_file(file).items()}, file)
+    with refusal("path", value=str(tmp_path / "actor")):
+        Pretrained(path=str(tmp_path / "actor")).load_causal_lm("cpu")

@@ -5,9 +5,10 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from random_models import save_random_model
 from refusals import refusal
-from roles import largest_difference, weights
-from safetensors.torch import load_file
+from roles import largest_difference, start_critic, weights
+from safetensors.torch import load_file, save_file
 from same_training import course, digest, newest
 from torch import Tensor
 from trainer.runs import PPO_ALGORITHM, fit
@@ -15,7 +16,7 @@ from transformers import AutoModel
 
 from verl.engines.optimizer import AdamW
 from verl.engines.parallel_dims import Parallelism
-from verl.models.heads import ModelHead, ValueHeadModel, ValueHeadOutput, head_of
+from verl.models.heads import ModelHead, ScoreHeadModel, ValueHeadModel, ValueHeadOutput, head_of
 from verl.models.lora import LoRA
 from verl.models.pretrained import VALUE_HEAD_FILE, Pretrained
 from verl.workers.critic import Critic
@@ -47,6 +48,19 @@ def test_transformers_opens_the_directory_of_a_critic(trained, tmp_path):
     assert (tmp_path / VALUE_HEAD_FILE).is_file()
     opened = AutoModel.from_pretrained(tmp_path, dtype=torch.float64)
     assert largest_difference(weights(opened), weights(trained.backbone)) == 0
+
+
+@pytest.mark.parametrize("head", ["score", "v_head.summary", "value_head"])
+def test_a_critic_begins_with_the_head_of_a_reward_model_or_of_a_critic_of_another_library(head, tmp_path):
+    file = save_random_model(tmp_path / "m", "llama", torch.float32) / "model.safetensors"
+    weight, bias = torch.randn(1, 32), torch.ones(1)
+    save_file(load_file(file) | {f"{head}.weight": weight, f"{head}.bias": bias}, file, metadata={"format": "pt"})
+    critic: Any = start_critic(Pretrained(path=str(tmp_path / "m"))).engine.model
+    assert torch.equal(critic.head.weight, weight)
+    assert torch.equal(critic.head.bias, bias)
+    with refusal(str(tmp_path / "m"), varies=True):
+        save_file(load_file(file) | {"score.weight": torch.zeros(2, 32)}, file)
+        ScoreHeadModel(critic.backbone).load(tmp_path / "m")
 
 
 def test_the_head_of_a_bfloat16_backbone_is_float32(dir32):

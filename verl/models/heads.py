@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Mapping
+import logging
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -23,6 +24,8 @@ from verl.models.parallel_info import compute_device, layers_gathered, release_g
 from verl.models.pretrained import VALUE_HEAD_FILE, quiet_transformers
 from verl.models.structure import call_model, unwrapped
 from verl.ops.masking import last_true
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,11 @@ class ModelHead(nn.Module):
         saved = self.split(self.state_dict())[1] if tensors is None else tensors
         for name, data in self.files(saved).items():
             (Path(directory) / name).write_bytes(data)
+
+    def load_initial(self, directory: Path) -> None:
+        """Load the head from the directory of a model, if it has one."""
+        if (directory / self.file).is_file():
+            self.load(directory)
 
     def load(self, directory: Path) -> None:
         """Load the head from its file in a directory.
@@ -177,15 +185,18 @@ def state_size(backbone: Any) -> int:
 
 
 SCORE = "score.weight"  # of the head of a decoder's sequence-classification model
+HEADS = ("score", "v_head.summary", "value_head")  # of reward models and critics of verl and OpenRLHF, and of TRL
 PEFT = "base_model.model."  # before every name in the file of an adapter
+_PARTS = ("weight", "bias")
 _BELOW, _OWN = "backbone.", "head."  # prefixes in the state dict; the file of a head omits the second
 
 
 class ValueHeadModel(ModelHead):
     """A backbone with a linear value head.
 
-    The head is initialised to zero, so an untrained critic predicts 0 and its first advantages are the returns. Its
-    weights are at least float32, for any dtype of the backbone.
+    A head of a reward model or critic in the files of the backbone, see `HEADS`, is where training begins. Otherwise it
+    is initialised to zero, so an untrained critic predicts 0 and its first advantages are the returns. Its weights are
+    at least float32, for any dtype of the backbone.
     """
 
     has_bias: ClassVar[bool] = True
@@ -198,6 +209,13 @@ class ValueHeadModel(ModelHead):
         self.head = nn.Linear(state_size(backbone), 1, bias=self.has_bias, device=device, dtype=dtype)
         for parameter in self.head.parameters():
             nn.init.zeros_(parameter)
+
+    def load_initial(self, directory: Path) -> None:
+        super().load_initial(directory)
+        found = {} if (directory / self.file).is_file() else tensors_in(directory, HEADS)
+        if (weight := found.get("weight")) is not None and weight.shape == self.head.weight.shape:
+            _log.info("the value head begins as that in the weights of %s", directory)
+            self.head.load_state_dict({"bias": self.head.bias, **found})
 
     @property
     def computes_in_own_type(self) -> tuple[nn.Module, ...]:
@@ -281,19 +299,13 @@ class ScoreHeadModel(ValueHeadModel):
 
     def head_in(self, directory: Path | str) -> Tensor | None:
         """The weights of the head [1, hidden] in the files of a saved model, or adapter; None if there are none."""
-        for file in sorted(Path(directory).glob("*.safetensors")):
-            with safe_open(file, framework="pt") as saved:
-                for name in {SCORE, PEFT + SCORE} & set(saved.keys()):
-                    return saved.get_tensor(name)
-        for file in sorted(Path(directory).glob("*_model.bin")):  # of checkpoint.use_safetensors=false
-            state = torch.load(file, map_location="cpu", weights_only=True)
-            for name in {SCORE, PEFT + SCORE} & state.keys():
-                return state[name]
-        return None
+        return tensors_in(Path(directory), HEADS[:1]).get("weight")
 
     def load(self, directory: Path | str) -> None:
         if (weight := self.head_in(directory)) is None:
             raise ConfigError(f"{directory} has no reward model: there is no tensor {SCORE} in its weights.")
+        if weight.shape != self.head.weight.shape:
+            raise ConfigError(f"{directory} has a {SCORE} of {len(weight)} labels: a reward model has one.")
         with torch.no_grad():
             self.head.weight.copy_(weight)
 
@@ -307,6 +319,19 @@ class ScoreHeadModel(ValueHeadModel):
             file = Path(directory) / "adapter_model.safetensors"
             file.write_bytes(save(self.in_weight_file(load_file(file), head), metadata={"format": "pt"}))
         self.save(directory, head)
+
+
+def tensors_in(directory: Path, modules: Collection[str]) -> dict[str, Tensor]:
+    """Tensors of one of the modules in the files of a saved model, or adapter, by the rest of their names."""
+    named = {f"{before}{module}.{part}": part for before in ("", PEFT) for module in modules for part in _PARTS}
+    found: dict[str, Tensor] = {}
+    for file in sorted(directory.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as saved:
+            found |= {named[name]: saved.get_tensor(name) for name in named.keys() & set(saved.keys())}
+    for file in sorted(directory.glob("*_model.bin")):  # of checkpoint.use_safetensors=false
+        state = torch.load(file, map_location="cpu", weights_only=True)
+        found |= {named[name]: state[name] for name in named.keys() & state.keys()}
+    return found
 
 
 @dataclass(frozen=True)

@@ -107,11 +107,30 @@ def merged_model(adapted: Any) -> Any:
     """A peft model without its adapter, which its weights then have; tied weights that differ by it are untied."""
     for layer in tied_adapted(adapted).values():
         layer.base_layer.weight = copy.deepcopy(layer.base_layer.weight)
-    model = adapted.merge_and_unload()
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    if head is not None and embedding.weight is not head.weight:
-        model.config.tie_word_embeddings = model.config.get_text_config().tie_word_embeddings = False
+    return with_untied_config(adapted.merge_and_unload())
+
+
+def with_untied_config(model: Any) -> Any:
+    """The model; a head that is not its embedding is no longer tied by the configuration, with which it is saved."""
+    config, head = model.config.get_text_config(), model.get_output_embeddings()
+    if head is not None and model._tied_weights_keys and model.get_input_embeddings().weight is not head.weight:
+        model.config.tie_word_embeddings = config.tie_word_embeddings = False
     return model
+
+
+def adapter_fault(adapted: Any, path: str) -> str | None:
+    """How the names in the file of an adapter differ from those of the model that peft has read it into, which keeps
+    its initial value where there is none; None if they do not.
+    """
+    from peft import set_peft_model_state_dict
+    from peft.utils import load_peft_weights
+
+    report = set_peft_model_state_dict(adapted, load_peft_weights(path, device="cpu"))
+    missing = [name for name in report.missing_keys if f".{adapted.active_adapter}" in name]
+    for names, fault in ((missing, "are missing"), (report.unexpected_keys, "belong to no layer of its base model")):
+        if names:
+            return f"{len(names)} weights of the adapter {fault}, such as {names[0]}"
+    return None
 
 
 def head_options(path: str, adapter: Mapping[str, Any]) -> dict[str, Any]:

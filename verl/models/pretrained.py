@@ -14,7 +14,7 @@ from verl.component import Description, component
 from verl.errors import ConfigError
 from verl.models.gguf import gguf_faults, is_gguf, unavailable, unpacked
 from verl.models.images import ImageProcessor, is_image_text
-from verl.models.lora import head_options, merged_model
+from verl.models.lora import adapter_fault, head_options, merged_model, with_untied_config
 from verl.models.model_files import (
     SafetensorsReader,
     asks_hub,
@@ -111,8 +111,8 @@ class ModelSource(Description):
         """Why this cannot be a policy or a critic, by its configuration; None if no reason is found."""
         return None
 
-    def value_head(self, name: str = VALUE_HEAD_FILE) -> Path | None:
-        """The file of a trained value head in the directory of the weights, or None."""
+    def directory(self, patterns: Sequence[str] = ()) -> Path | None:
+        """The directory of the weights, which may hold a value head too; None if there is none."""
         return None
 
 
@@ -222,7 +222,7 @@ class Pretrained(ModelSource):
         """See `ModelSource.load_skeleton`. From a directory with safetensors whose names are those of the model."""
         from transformers import AutoModel, GenerationConfig
 
-        directory = self._directory()
+        directory = self.directory()
         if directory is None or not (directory / "config.json").is_file():
             return None
         if self.adapter() is not None or self.trust_remote_code:
@@ -246,11 +246,14 @@ class Pretrained(ModelSource):
         if (directory / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(directory)
         model.weight_files = SafetensorsReader(directory, model.base_model_prefix)
-        if not model.weight_files.holds(dict(model.named_parameters())):
-            return None  # names that transformers converts, or missing weights, which loading the whole model refuses
+        named = dict(model.named_parameters())
+        shared = dict(model.named_parameters(remove_duplicate=False)).keys() - named
+        if not model.weight_files.holds(named) or any(map(model.weight_files.name_of, shared)):
+            return None  # names that transformers converts, missing weights, which loading the whole model refuses, or
+            # a tied head in the file, which is another one where its values differ
         return without_dropout(model).eval()
 
-    def _directory(self, patterns: Sequence[str] = ("*.safetensors", "*.json")) -> Path | None:
+    def directory(self, patterns: Sequence[str] = ("*.safetensors", "*.json")) -> Path | None:
         """The local directory of the files; those of a hub model that match are downloaded to the cache. None if that
         fails, which loading the model reports.
         """
@@ -334,7 +337,7 @@ class Pretrained(ModelSource):
             tokenizer.pad_token = tokenizer.eos_token
         tokenizer.deprecation_warnings[LENGTH_WARNING] = True  # limits of the data have messages of their own
         base = self if (adapter := self.adapter()) is None else self._base(adapter)
-        if self._config().get("vision_config") and (directory := base._directory(("*.json",))) is not None:
+        if self._config().get("vision_config") and (directory := base.directory(("*.json",))) is not None:
             tokenizer.image_processor = ImageProcessor.of(directory, tokenizer)
         return tokenizer
 
@@ -386,10 +389,6 @@ class Pretrained(ModelSource):
         config = self._config()
         return (config["model_type"], expert_count(config)) if "model_type" in config else None
 
-    def value_head(self, name: str = VALUE_HEAD_FILE) -> Path | None:
-        file = Path(self.files()) / name
-        return file if file.is_file() else None
-
     def base_path(self) -> str:
         """Directory or hub name of the model; for an adapter that of its base model."""
         return (self.adapter() or {}).get("base_model_name_or_path") or self.files()
@@ -418,11 +417,19 @@ class Pretrained(ModelSource):
 
             below = self._base(adapter)._load(auto_class, device, **head_options(self.path, adapter))
             with quiet_transformers():
-                model = merged_model(PeftModel.from_pretrained(below, self.path)).requires_grad_(True).eval()
+                adapted = PeftModel.from_pretrained(below, self.path)
+                if (fault := adapter_fault(adapted, self.path)) is not None:
+                    raise ConfigError(
+                        f"path is {self.path!r}: {fault}. Give an adapter of {adapter['base_model_name_or_path']}, as "
+                        "save_pretrained of peft writes it."
+                    )
+                model = merged_model(adapted).requires_grad_(True).eval()
             model.name_or_path = self.path  # not that of the base model, whose weights it has no longer
             return model
 
     def _load_whole(self, auto_class: Any, device: str, absent: Sequence[str] = (), **options: Any) -> Any:
+        from transformers import AutoModel
+
         config = self.load_config()
         if isinstance(quantised := getattr(config, "quantization_config", None), dict):
             quantised["dequantize"] = True  # else a GPU would get layers of eight or four bits, which nothing trains
@@ -454,9 +461,7 @@ class Pretrained(ModelSource):
         if quantised is not None:
             model._weight_conversions = None  # of the scales: it is saved as a model of plain weights
         self._refuse_holes(report, absent)
-        if (
-            unused := sorted(report["unexpected_keys"])
-        ) and auto_class is self._policy_class():  # else heads are left out
+        if (unused := sorted(report["unexpected_keys"])) and auto_class is not AutoModel:  # which leaves out heads
             _log.warning(
                 "%s: %d weights of its files are no part of a %s and are left out, such as %s",
                 self.path, len(unused), type(model).__name__, unused[0],
@@ -469,7 +474,7 @@ class Pretrained(ModelSource):
         for tensor in (*model.parameters(), *model.buffers()):
             if tensor.device.type == "cpu":
                 tensor.data = tensor.data.clone()
-        return without_dropout(model).to(device).eval()
+        return with_untied_config(without_dropout(model)).to(device).eval()
 
     def _fill_attributes(self, model: Any, auto_class: Any) -> None:
         """Compute tensors that are plain attributes of a module (TrOCR's positions): transformers leaves them without

@@ -25,8 +25,8 @@ from verl.workers.load_state import RestoreSource
 class Critic(TrainedRole):
     """The value function V(prompt, response so far): any Hugging Face backbone and a linear head.
 
-    The head is loaded from the model's directory if a critic was saved there; otherwise it starts at zero. See
-    `TrainedRole` for the arguments.
+    The head is loaded from the model's directory if a critic or a reward model was saved there, by verl or another
+    library; otherwise it starts at zero. See `TrainedRole` for the arguments.
 
     Attributes:
         head: class that adds the head to a backbone.
@@ -51,8 +51,8 @@ class Critic(TrainedRole):
         model = self.head(self.load("backbone", context.device, restore, "critic", parallel))
         if restore is not None:
             model.load(restore.file("critic", model.file).parent)
-        elif (trained := self.model.value_head(model.file)) is not None:
-            model.load(trained.parent)
+        elif (directory := self.model.directory()) is not None:
+            model.load_initial(directory)
         engine = self.engine(model, context, parallel, total_updates, restore, "critic")
         return CriticWorker(engine, built_part(algorithm.value_loss, context), context.tokenizer)
 

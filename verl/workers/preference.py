@@ -96,7 +96,7 @@ class RewardModelWorker(RowScores):
         if backbone.config.get_text_config().pad_token_id is None:
             backbone.config.get_text_config().pad_token_id = context.tokenizer.pad_token_id
         model = ScoreHeadModel(backbone)
-        directory = getattr(role.model, "path", None) if restore is None else restore.plain("reward_model")
+        directory = role.model.directory() if restore is None else restore.plain("reward_model")
         if directory is not None and model.head_in(directory) is not None:
             model.load(directory)
         engine = role.engine(model, context, parallel, total_updates, restore, "reward_model", path="actor")
