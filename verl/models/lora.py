@@ -119,8 +119,8 @@ def with_untied_config(model: Any) -> Any:
 
 
 def adapter_fault(adapted: Any, path: str) -> str | None:
-    """How the names in the file of an adapter differ from those of the model that peft has read it into, which keeps
-    its initial value where there is none; None if they do not.
+    """A difference between the names in the file of an adapter and in the model that peft has read it into, which
+    keeps its initial values where there are none; None if there is no difference.
     """
     from peft import set_peft_model_state_dict
     from peft.utils import load_peft_weights
