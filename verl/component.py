@@ -49,7 +49,7 @@ class BuildContext:
         row_tokens: the most tokens of a row, prompt and response; None if unknown.
         trainer_bytes: GPU memory that the roles of the actor's process need while an engine in another process is
             awake, estimated before they load; None if unknown.
-        chat_template: for prompts and observations; None for that of the tokenizer.
+        chat_template: replaces that of the tokenizer when it is loaded; None for its own.
         max_pixels: larger images of observations are scaled down to this many pixels; None for the limits of the
             model's processor.
         tools: JSON schemas that chat templates write into prompts.
@@ -382,7 +382,7 @@ def faults_of(kind: type[Description], values: Mapping[str, Any], details: Seque
             path, value = _located(fault["loc"], values.get(field, default))
             text = fault["msg"].removeprefix("Value error, ")
             if fault["type"] == "tuple_type":
-                text = f"Input should be a list, such as [{value}]"
+                text = f"Input should be a list, such as [{'' if value is None else value}]"
             if fault["type"] == "is_instance_of" and isinstance(value, dict):
                 text += ". It has no _target_: choose an option of its group, or give the whole node"
             messages.setdefault(f"{path} is {shown(value)}: ", []).append(text[:1].lower() + text[1:].removesuffix("."))

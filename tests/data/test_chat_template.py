@@ -1,11 +1,14 @@
 """Chats: system prompts, templates that refuse, and which tokens of a conversation are learned."""
 
+import copy
 import json
 
 import pytest
 import torch
 from refusals import refusal, refused
 
+from verl.data.base import PromptOptions
+from verl.data.chat_template import template_in_use
 from verl.data.rlhf_dataset import RLHFDataset
 from verl.data.sft_dataset import SFTDataset
 from verl.models.tiny import character_tokenizer
@@ -175,6 +178,51 @@ def test_answers_are_found_in_the_tokens_of_a_byte_level_tokenizer():
     chat = [USER, {"role": "assistant", "content": " é 😀\nthe answer "}, USER, {"role": "assistant", "content": "two"}]
     row = SFTDataset.from_rows([{"messages": chat}], tokenizer, {"messages_key": "messages"})[0]
     assert tokenizer.decode(row["input_ids"][row["loss_mask"]]) == " é 😀\nthe answer <eos>two<eos>"
+
+
+# Variables of a template, and templates by name or file
+
+# As Qwen3's: an answer without thoughts is announced by empty ones, where that is asked for.
+THINKS = """
+   {%- macro role(name) %}<{{ name }}{{ '/' + mood if mood }}>{% endmacro %}
+   {%- for m in messages %}{{ role(m.role) + m.content + '<eos>' }}{% endfor %}
+   {%- if add_generation_prompt %}{{ role('assistant') }}
+       {%- if enable_thinking is defined and enable_thinking is false %}{{ '()' }}{% endif %}{% endif %}
+"""
+
+
+@pytest.mark.parametrize("template", [THINKS, THINKS.lstrip()], ids=["indented", "bare"])
+def test_variables_of_a_template_are_what_transformers_makes_of_them(template):
+    values = {"enable_thinking": False, "mood": 'it\'s \n "é" {{ x }}'}
+    config = {"chat_template": template, "chat_template_kwargs": values}
+    chat = {"conversation": [USER], "chat_template": template, "tokenize": False, "add_generation_prompt": True}
+    assert prompts([{"prompt": [USER]}], **config)[0]["prompt_text"] == TOKENIZER.apply_chat_template(**chat, **values)
+    assert prompts([{"prompt": [USER]}], chat_template=template)[0]["prompt_text"].endswith("<assistant>")
+    assert learned(conversations([USER, ANSWER], chat_template=template, chat_template_kwargs={"mood": None})) == (
+        "2<eos>"
+    )
+    source = template_in_use(TOKENIZER, PromptOptions(**config))
+    chat |= {"chat_template": source, "enable_thinking": True}  # who renders by the saved template may ask otherwise
+    assert TOKENIZER.apply_chat_template(**chat).endswith(">")
+
+
+def test_a_template_is_taken_by_its_name_or_from_a_file(tmp_path):
+    (tmp_path / "own.jinja").write_text(CHATML)
+    tokenizer = copy.copy(TOKENIZER)
+    tokenizer.chat_template = {"default": MARKED, "other": THINKS}
+    rows = [{"prompt": [USER]}]
+    for given in (CHATML, str(tmp_path / "own.jinja")):
+        assert prompts(rows, chat_template=given)[0]["prompt_text"] == "<user>\n1+1=<eos>\n<assistant>\n"
+    options = {"chat_template": "other", "chat_template_kwargs": {"enable_thinking": False}}
+    assert RLHFDataset.from_rows(rows, tokenizer, options)[0]["prompt_text"].endswith("<assistant>()")
+    with refusal("chat_template_kwargs", value="default, other"):
+        RLHFDataset.from_rows(rows, tokenizer, {"chat_template_kwargs": {"enable_thinking": False}})
+
+
+@pytest.mark.parametrize("name", ["enable_thinkin", "messages", "add_generation_prompt", "True"])
+def test_a_variable_that_the_template_does_not_read_or_that_is_no_setting_is_refused_by_name(name):
+    with refusal(f"chat_template_kwargs.{name}", value="False"):
+        prompts([{"prompt": [USER]}], chat_template=THINKS, chat_template_kwargs={name: False})
 
 
 # A chat that ends with the assistant, and tools

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from typing import Any
 
@@ -112,11 +113,11 @@ def model():
 @pytest.mark.slow
 @pytest.mark.parametrize("is_chat", [False, True])
 def test_an_episode_goes_on_after_whatever_the_model_writes_as_a_call(is_chat, model):
-    _, tokenizer = model
+    tokenizer = copy.copy(model[1])
     cases = CHAT if is_chat else PLAIN
     texts, counts = [text for text, _ in cases.values()], sum(count for _, count in cases.values())
-    template = HERMES if is_chat else None
-    context = BuildContext(tokenizer=tokenizer, chat_template=template)
+    tokenizer.chat_template = HERMES if is_chat else None
+    context = BuildContext(tokenizer=tokenizer)
     options = HFRollout(max_new_tokens=6000)
     engine = EpisodeGenerator(
         Echo(max_turns=50, max_tokens=60_000), Dictated(tokenizer, texts), options, tokenizer,
@@ -137,9 +138,10 @@ def test_an_episode_goes_on_after_whatever_the_model_writes_as_a_call(is_chat, m
 
 @pytest.mark.parametrize(("text", "num_faults"), CHAT.values(), ids=CHAT)
 def test_the_endpoint_answers_whatever_the_model_writes(text, num_faults, model):
-    _, tokenizer = model
+    tokenizer = copy.copy(model[1])
+    tokenizer.chat_template = HERMES
     dictated = Dictated(tokenizer, [text])
-    endpoint = PolicyEndpoint(lambda: dictated, tokenizer, HERMES, [tokenizer.eos_token_id], 6000, 20_000)
+    endpoint = PolicyEndpoint(lambda: dictated, tokenizer, [tokenizer.eos_token_id], 6000, 20_000)
     messages, tools = [{"role": "user", "content": "1+1="}], [tool.schema for tool in TOOLS.values()]
     try:
         found = endpoint.complete(messages, tools, timeout_s=120)
@@ -157,9 +159,9 @@ def test_the_endpoint_answers_whatever_the_model_writes(text, num_faults, model)
 
 
 def test_requests_with_tools_are_refused_where_no_format_reads_what_the_template_renders(model):
-    _, tokenizer = model
-    template = HERMES.replace("tojson", "string")
-    endpoint = PolicyEndpoint(lambda: Dictated(tokenizer, []), tokenizer, template, [tokenizer.eos_token_id], 60, 2000)
+    tokenizer = copy.copy(model[1])
+    tokenizer.chat_template = HERMES.replace("tojson", "string")
+    endpoint = PolicyEndpoint(lambda: Dictated(tokenizer, []), tokenizer, [tokenizer.eos_token_id], 60, 2000)
     messages = [{"role": "user", "content": "1+1="}]
     try:
         assert endpoint.complete(messages, timeout_s=120).message["content"] == "5"

@@ -1,6 +1,7 @@
 """Streams, stop texts, several choices and other APIs: unchanged clients, and the very tokens of chat completions."""
 
 import contextlib
+import copy
 import http.client
 import json
 import re
@@ -111,7 +112,9 @@ def every_token_is_shown(monkeypatch):
 @contextlib.contextmanager
 def serving(turns, tokenizer, template=HERMES, max_new_tokens=400, row_tokens=2000, stop_ids=None, record=None):
     stops = [tokenizer.eos_token_id] if stop_ids is None else stop_ids
-    endpoint = PolicyEndpoint(turns, tokenizer, template, stops, max_new_tokens, row_tokens, record)
+    tokenizer = copy.copy(tokenizer)
+    tokenizer.chat_template = template
+    endpoint = PolicyEndpoint(turns, tokenizer, stops, max_new_tokens, row_tokens, record)
     server = PolicyServer(endpoint, "127.0.0.1", 0, "policy", {"temperature": 1.0, "top_p": 1.0}, timeout_s=60.0)
     with listening(server):
         yield server

@@ -57,7 +57,7 @@ def trainer(dir32, tmp_path_factory):
     overrides = ["reward=length", "data.prompt_key=prompt", "rollout.max_new_tokens=6", "rollout.temperature=0.9"]
     overrides += [f"rollout.stop_token_ids={list(range(12, 40))}"]
     with located(str(dir32)) as saved, running(saved, "ppo", overrides, one_prompt(directory)) as made:
-        object.__setattr__(made.description.data, "chat_template", TEMPLATE)
+        made.tokenizer.chat_template = TEMPLATE
         yield made
 
 
@@ -335,7 +335,6 @@ def asked_of(checkpoint, directory, template=None, text=None):
     """A client of `verl serve-policy CHECKPOINT`, and the endpoint."""
     settings = ["reward=length", "data.prompt_key=prompt"]
     with located(str(checkpoint)) as saved, served(saved, settings, directory) as (trainer, environment):
-        object.__setattr__(trainer.description.data, "chat_template", template)
         trainer.tokenizer.chat_template = template
         text = trained_on_texts(saved) if text is None else text
         server = server_of(trainer, "127.0.0.1", 0, timeout_s=60.0, environment=environment, joins_texts=text)

@@ -1,6 +1,7 @@
 """Supervised fine-tuning as a whole: conversations, several epochs, evaluation loss, adapters."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from verl.models.pretrained import Pretrained
 from verl.tracking.base import Trackers
 from verl.trainer.config import SFTSettings
 from verl.trainer.sft import SFTRun
+from verl.trainer.state.training_identity import tokenizer_digest
 from verl.workers.actor import Actor
 
 
@@ -39,6 +41,24 @@ def sft_run(directory, tmp_path, **actor):
         trainer=SFTSettings(total_epochs=6, batch_size=4, eval_before=True, eval_interval=4, num_threads=1),
         tracker=Trackers(),
     )
+
+
+@pytest.mark.parametrize("lora", [None, LoRA(rank=4)], ids=["all weights", "lora"])
+def test_a_model_is_saved_with_the_template_and_the_variables_that_it_learned_by(lora, dir32, tmp_path):
+    template = (
+        "{% for m in messages %}{{ m.content }}<eos>{% endfor %}{% if thinks and add_generation_prompt %}?{% endif %}"
+    )
+    run = sft_run(dir32, tmp_path, lora=lora)
+    data = replace(run.data, chat_template=template, chat_template_kwargs={"thinks": True})
+    run = replace(run, data=data, trainer=replace(run.trainer, total_epochs=1))
+    with run.build(BuildContext(run_dir=tmp_path / "run")) as trainer:
+        own, before = Pretrained(path=str(dir32)).load_tokenizer(), tokenizer_digest(trainer.tokenizer)
+        trainer.fit()
+    assert before == tokenizer_digest(own)  # as before the template was saved: older checkpoints go on
+    saved = Pretrained(path=str(tmp_path / "run/actor")).load_tokenizer()
+    chat = [{"role": "user", "content": "1+1="}]
+    texts = [x.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for x in (saved, own)]
+    assert texts[0] == "1+1=<eos>?" != texts[1]
 
 
 @pytest.mark.parametrize("lora", [None, LoRA(rank=4)], ids=["all weights", "lora"])

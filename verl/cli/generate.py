@@ -363,10 +363,9 @@ def server_of(
     row_tokens = max_tokens or min(held or DEFAULT_ROW_TOKENS, engine_holds or held or DEFAULT_ROW_TOKENS)
     stops = stop_tokens(actor.model, tokenizer, rollout.stop_token_ids).tolist()
     limits, data = TurnLimits(row_tokens, kv_cache_gib), trainer.description.data
-    template = getattr(data, "chat_template", None)
     endpoint = PolicyEndpoint(
         lambda: actor.generator.engine.turns(limits),
-        tokenizer, template, stops, rollout.max_new_tokens, row_tokens, record,
+        tokenizer, stops, rollout.max_new_tokens, row_tokens, record,
         getattr(environment, "tool_format", "auto"), environment, joins_texts,
         max_pixels=getattr(data, "max_pixels", None),
     )  # fmt: skip

@@ -28,8 +28,8 @@ _EPISODE = (
     "max_turns max_tokens max_observation_tokens step_timeout_s reset_timeout_s retries on_infra history tool_format "
     "kv_cache_gib"
 )
-_ROWS = "max_prompt_length truncation chat_template system_prompt on_bad_row"
-_TEXTS = "completion_key messages_key max_length truncation chat_template system_prompt on_bad_row"
+_ROWS = "max_prompt_length truncation chat_template chat_template_kwargs system_prompt on_bad_row"
+_TEXTS = "completion_key messages_key max_length truncation chat_template chat_template_kwargs system_prompt on_bad_row"
 _ALLOWED = {  # below `verl.`
     "data.arithmetic.ArithmeticPrompts": "digits held_out seed train_size max_prompt_length",
     "data.arithmetic.ArithmeticSFT": "digits held_out seed train_size max_length",
@@ -40,7 +40,9 @@ _ALLOWED = {  # below `verl.`
     "data.chat_task.ChatTaskPrompts": "task train_size held_out seed max_prompt_length system_prompt",
     "data.chat_task.ChatTaskSFT": "task train_size held_out seed max_length system_prompt",
     "data.curriculum.PassRate": "target bands falloff memory warmup_epochs",
-    "data.episodes.EpisodePrompts": "prompt system_prompt chat_template train_size held_out max_prompt_length",
+    "data.episodes.EpisodePrompts": (
+        "prompt system_prompt chat_template chat_template_kwargs train_size held_out max_prompt_length"
+    ),
     "data.files.PromptFiles": f"{_ROWS} prompt_key final_assistant train_files eval_files weights",
     "data.files.SFTFiles": f"{_TEXTS} prompt_key train_files eval_files weights",
     "data.guess_number.GuessNumberPrompts": "highest repeats max_prompt_length",

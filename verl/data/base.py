@@ -175,7 +175,10 @@ class RowOptions(Description):
     """Options of reading rows, whatever they are used for.
 
     Args:
-        chat_template: a Jinja template instead of that of the tokenizer; applied to chat messages only.
+        chat_template: a Jinja template instead of that of the tokenizer, or a file that holds one; applied to chat
+            messages only. The model is saved with it.
+        chat_template_kwargs: variables of the template, such as `{enable_thinking: false}` for Qwen3. The template that
+            the model is saved with has them as defaults.
         system_prompt: system message for chats without one. With it, a text prompt becomes a user message and is
             rendered by the chat template too.
         on_bad_row: treatment of unusable rows (no text, empty, not UTF-8, refused by the template). `error` refuses the
@@ -186,6 +189,7 @@ class RowOptions(Description):
     """
 
     chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     system_prompt: str | None = None
     on_bad_row: OnBadRow = "error"
     images_key: str | None = "images"

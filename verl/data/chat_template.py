@@ -10,6 +10,7 @@ import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal, TypeGuard
 
 from verl.data.images import PLACEHOLDER, BadImage, CheckedImage, ImageTokens
@@ -20,6 +21,8 @@ from verl.models.images import images_of
 FinalAssistant = Literal["error", "drop", "answer"]
 Messages = Sequence[Mapping[str, Any]]
 PINNED_DAY = "verl_day"  # attribute of a tokenizer: the date that its chat template writes
+REPLACED = "verl_replaced"  # attribute of a tokenizer: its own template, by the one that stands in its place
+GIVEN = ("messages", "tools", "add_generation_prompt", "documents")  # variables that are not settings of a template
 _log = logging.getLogger(__name__)
 
 
@@ -43,8 +46,8 @@ class ChatTemplate:
     def __post_init__(self):
         if self.template is not None and not all(part in (self.source or "") for part in ("{", "messages")):
             raise ConfigError(
-                f"chat_template is {shortened(self.template)}: it writes no messages. Give the text of a Jinja "
-                'template, such as "$(cat FILE)", not the name of a file.'
+                f"chat_template is {shortened(self.template)}: it writes no messages, and is no file. Give a Jinja "
+                "template, or a file that holds one."
             )
 
     @property
@@ -166,6 +169,53 @@ def _with_texts_as_arguments(messages: Messages) -> list[Mapping[str, Any]]:
         ]
         changed.append({**message, "tool_calls": calls} if calls else message)
     return changed
+
+
+def template_in_use(tokenizer: Any, options: Any) -> str | None:
+    """The template that replaces the tokenizer's, with its variables; None for the tokenizer's own.
+
+    Args:
+        options: data with `chat_template` and `chat_template_kwargs`, or without them.
+    Raises:
+        ConfigError: a variable is no setting of the template.
+    """
+    template, values = getattr(options, "chat_template", None), getattr(options, "chat_template_kwargs", {})
+    own = own_template(tokenizer)
+    if template is not None and "{" not in template and Path(template).is_file():
+        template = Path(template).read_text()
+    elif template is not None and isinstance(own, Mapping):
+        template = own.get(template, template)
+    if not values:
+        return template
+    source = own if template is None else template
+    if not isinstance(source, str):
+        raise ConfigError(
+            "chat_template_kwargs is set, and the tokenizer has "
+            + (f"several templates. Set chat_template to one of: {', '.join(own)}." if own else "no chat template.")
+        )
+    for name in values:
+        if name in GIVEN or not re.search(rf"\b{re.escape(name)}\b", source):
+            raise ConfigError(
+                f"chat_template_kwargs.{name} is {values[name]!r}: it is no setting of the chat template."
+            )
+    # As defaults within the template, which go with the model; on a line of their own, as Jinja strips by lines.
+    lines = [f"{{%- if {x} is not defined %}}{{% set {x} = {value!r} %}}{{% endif %}}" for x, value in values.items()]
+    return "".join(lines) + "\n" + source
+
+
+def use_template(tokenizer: Any, template: str | None) -> None:
+    """Put a template in the place of the tokenizer's own, or with None that back: checkpoints hold what is in use."""
+    own = own_template(tokenizer)
+    if template is not None:
+        setattr(tokenizer, REPLACED, {template: own})
+    if (template := own if template is None else template) != getattr(tokenizer, "chat_template", None):
+        tokenizer.chat_template = template
+
+
+def own_template(tokenizer: Any) -> Any:
+    """The chat template of a tokenizer before `use_template`."""
+    template = getattr(tokenizer, "chat_template", None)
+    return getattr(tokenizer, REPLACED, {}).get(template, template) if isinstance(template, str) else template
 
 
 def today() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import field
 from typing import Any
 
 from pydantic import NonNegativeInt, PositiveInt
@@ -21,7 +22,7 @@ class EpisodePrompts(PromptSource):
         prompt: text of every prompt. None for the first messages of each task of the environment, as a chat if there is
             a chat template, else as lines of text.
         system_prompt: makes each prompt a chat with this system message and `prompt` as user message; None for none.
-        chat_template: a Jinja template instead of that of the tokenizer.
+        chat_template, chat_template_kwargs: see `RowOptions`.
         train_size: episodes of an epoch; at most the number of tasks of the environment less `held_out`.
         held_out: episodes of an evaluation, numbered after those of training.
         max_prompt_length: the most tokens of a prompt.
@@ -30,6 +31,7 @@ class EpisodePrompts(PromptSource):
     prompt: str | None = "Play. "
     system_prompt: str | None = None
     chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     train_size: PositiveInt = 1024
     held_out: NonNegativeInt = 32
     max_prompt_length: PositiveInt = 512
@@ -42,6 +44,7 @@ class EpisodePrompts(PromptSource):
             "max_prompt_length": self.max_prompt_length,
             "system_prompt": self.system_prompt,
             "chat_template": self.chat_template,
+            "chat_template_kwargs": self.chat_template_kwargs,
         }
         prompts = self._prompts(context)
         size = len(prompts) - self.held_out

@@ -22,6 +22,7 @@ from verl.data.chat_template import (
     ChatTemplate,
     messages_fault,
     shortened,
+    template_in_use,
     text_fault,
     text_tokens,
     with_chats,
@@ -123,9 +124,8 @@ class PreferenceDataset:
         keys = (options.prompt_key, options.chosen_key, options.rejected_key, options.completion_key)
         num_rows, rows = len(rows) + len(bad), with_chats(DataRows.of(rows), *keys)
         rows = with_images(rows, options.prompt_key, options, tokenizer, bad)
-        parsed = dict(
-            _parsed(rows, ChatTemplate(tokenizer, options.chat_template, options.system_prompt), options, bad)
-        )
+        chat = ChatTemplate(tokenizer, template_in_use(tokenizer, options), options.system_prompt)
+        parsed = dict(_parsed(rows, chat, options, bad))
         bad.settle(num_rows)
         tokens = _tokenized(parsed, tokenizer)
         kept = list(tokens)

@@ -23,7 +23,7 @@ from verl.data.base import (
     read_options,
     refuse_cuts,
 )
-from verl.data.chat_template import ChatTemplate, render_prompts, with_chats, without_final_assistant
+from verl.data.chat_template import ChatTemplate, render_prompts, template_in_use, with_chats, without_final_assistant
 from verl.data.images import ImagesOfRows, with_images
 from verl.data.readers import DataRows, RowErrors, read_rows
 from verl.errors import ConfigError
@@ -101,7 +101,7 @@ class RLHFDataset:
         rows = with_images(rows, options.prompt_key, options, tokenizer, bad)
         rows = without_final_assistant(rows, options.prompt_key, options.final_assistant)
         columns = _columns_beside(rows, options.prompt_key)
-        chat = ChatTemplate(tokenizer, options.chat_template, options.system_prompt, tools)
+        chat = ChatTemplate(tokenizer, template_in_use(tokenizer, options), options.system_prompt, tools)
         texts, tokens = render_prompts(rows, options.prompt_key, chat, bad)
         if tools and not chat.reads_tools and chat.source is not None:
             log.warning(

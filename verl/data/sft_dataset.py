@@ -18,6 +18,7 @@ from verl.data.chat_template import (
     messages_fault,
     render_prompts,
     shortened,
+    template_in_use,
     text_fault,
     with_chats,
     with_one_end,
@@ -228,7 +229,7 @@ class SFTDataset:
         self.options = options
         self._pad_id = pad_id_of(tokenizer)
         num_rows = len(rows) + len(bad)
-        chat = ChatTemplate(tokenizer, options.chat_template, options.system_prompt)
+        chat = ChatTemplate(tokenizer, template_in_use(tokenizer, options), options.system_prompt)
         present = {name for row in rows.values for name in row}
         is_default = options.messages_key is None and options.prompt_key not in present and MESSAGES_KEY in present
         messages_key = MESSAGES_KEY if is_default else options.messages_key

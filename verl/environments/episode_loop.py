@@ -64,7 +64,7 @@ class EpisodeGenerator(ResponseGenerator):
         self.options, self.tokenizer = options, tokenizer
         self.seed = context.seed
         self.stop_ids = stop_ids
-        self.chat = ChatTemplate(tokenizer, context.chat_template, max_pixels=context.max_pixels)
+        self.chat = ChatTemplate(tokenizer, max_pixels=context.max_pixels)
         self.style: ToolFormat = format_of(
             self.chat, options.tool_format if options.has_tools or context.tools else "plain"
         )

@@ -132,7 +132,7 @@ class _Programs:
         longest = max(len(episode.prompt) for episode in self.episodes)
         limits = engine.rollout.max_new_tokens, longest + options.max_tokens
         endpoint = PolicyEndpoint(
-            lambda: turns, engine.tokenizer, engine.chat.template, engine.stop_ids, *limits,
+            lambda: turns, engine.tokenizer, engine.stop_ids, *limits,
             tool_format=options.tool_format, request=self.request,
         )  # fmt: skip
         sampling = {"temperature": engine.rollout.temperature, "top_p": engine.rollout.top_p}

@@ -140,7 +140,6 @@ class PolicyEndpoint:
         self,
         turns: Callable[[], TurnEngine],
         tokenizer: Any,
-        chat_template: str | None,
         stop_ids: Sequence[int],
         max_new_tokens: int,
         row_tokens: int,
@@ -152,7 +151,7 @@ class PolicyEndpoint:
         max_pixels: int | None = None,
     ):
         self.tokenizer, self.max_new_tokens, self.row_tokens = tokenizer, max_new_tokens, row_tokens
-        self.chat = ChatTemplate(tokenizer, chat_template, max_pixels=max_pixels)
+        self.chat = ChatTemplate(tokenizer, max_pixels=max_pixels)
         self.style: ToolFormat = "plain"
         self.format_fault: str | None = None
         try:

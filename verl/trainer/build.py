@@ -206,8 +206,7 @@ class PolicyTrainer(LoopTrainer):
             ConfigError: critic or reference have another tokenizer, whose token ids would differ from the actor's.
         """
         self._schedule = _schedule_options(run)
-        with faults_below("actor.model"):
-            context = with_tokenizer(context, run.actor)
+        context = with_tokenizer(context, run.actor, run.data)
         assert context.run_dir is not None
         if run.trainer.placement is None:  # else the actor may be on another machine or device
             run.rollout.check_here(context.device)
@@ -222,13 +221,12 @@ class PolicyTrainer(LoopTrainer):
             raise ConfigError(present)
         context = replace(
             context,
-            chat_template=getattr(run.data, "chat_template", None),
             max_pixels=getattr(run.data, "max_pixels", None),
             tools=() if run.environment is None else run.environment.tool_schemas(),
             prompts=None if run.environment is None else run.environment.prompts,
         )
         with faults_below("data"):
-            self.date = RunDate(context, context.chat_template)
+            self.date = RunDate(context)
         return context
 
     def load_data(self, run: PPODescription, context: BuildContext) -> None:
@@ -245,7 +243,7 @@ class PolicyTrainer(LoopTrainer):
         self.eval_data_without_tools = None
         if run.trainer.eval_without_tools:
             self.eval_data_without_tools = splits.eval
-            if context.tools and ChatTemplate(context.tokenizer, context.chat_template).reads_tools:
+            if context.tools and ChatTemplate(context.tokenizer).reads_tools:
                 with faults_below("data"):
                     self.eval_data_without_tools = run.data.build(replace(context, tools=())).eval
         self._refuse_missing_columns(run.reward)
@@ -257,7 +255,7 @@ class PolicyTrainer(LoopTrainer):
         Sets `reward` (None if it is a role, started in phase 5), `tracker` and `stages`.
         """
         self.has_tools = run.environment is not None and (run.environment.has_tools or bool(context.tools))
-        chat = ChatTemplate(context.tokenizer, context.chat_template)
+        chat = ChatTemplate(context.tokenizer)
         has_chats = "prompt_messages" in getattr(self.train_data, "columns", ())
         if run.environment is not None and run.environment.images and (chat.images.token is None or not has_chats):
             raise ConfigError(

@@ -186,8 +186,7 @@ class SFTTrainer(LoopTrainer):
         return splits
 
     def _build(self, run: SFTRun, context: BuildContext) -> None:
-        with faults_below("actor.model"):
-            self.context = context = with_tokenizer(context, run.actor)
+        self.context = context = with_tokenizer(context, run.actor, run.data)
         assert context.run_dir is not None
         self.run_dir = context.run_dir
         with faults_below("data"):

@@ -8,10 +8,11 @@ from typing import Any, ClassVar
 
 from verl.algorithms.algorithm import Algorithm
 from verl.component import BuildContext, Description, component
-from verl.data.chat_template import pin_date
+from verl.data.chat_template import pin_date, template_in_use, use_template
 from verl.engines.parallel_dims import Parallelism
 from verl.engines.sharding import NoSharding, Sharding
 from verl.environments.base import EnvironmentDescription
+from verl.errors import faults_below
 from verl.ops.cpu_matmul import use_library
 from verl.rewards.reward_model import RewardModel
 from verl.rollout.base import Rollout
@@ -238,10 +239,15 @@ def reference_sharding(reference: Reference, actor: Actor) -> Sharding | None:
     return reference.sharding or (actor.sharding if is_the_actor else None)
 
 
-def with_tokenizer(context: BuildContext, role: TrainedRole) -> BuildContext:
-    """The context with the role's tokenizer, loaded if it has none."""
+def with_tokenizer(context: BuildContext, role: TrainedRole, data: Any = None) -> BuildContext:
+    """The context with the role's tokenizer, loaded if it has none, and the data's chat template."""
     if context.tokenizer is None:
-        context = replace(context, tokenizer=role.model.load_tokenizer())
+        with faults_below("actor.model"):
+            context = replace(context, tokenizer=role.model.load_tokenizer())
+    if data is not None:
+        with faults_below("data"):
+            context = replace(context, chat_template=template_in_use(context.tokenizer, data))
+    use_template(context.tokenizer, context.chat_template)
     if context.day:
         pin_date(context.tokenizer, context.day)
     return context

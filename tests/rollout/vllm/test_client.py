@@ -1,5 +1,6 @@
 """vLLM in its own process draws what our own decode loop draws, follows the weights, and outlives its own death."""
 
+import copy
 import dataclasses
 import logging
 import os
@@ -193,9 +194,10 @@ def test_episodes_are_the_same_alone_in_another_order_and_by_our_own_loop(engine
 def test_the_endpoint_of_a_policy_goes_on_from_the_tokens_of_an_engine_in_another_process(engines):
     engines.vllm.options = dataclasses.replace(engines.vllm.options, **TURNS)
     engines.vllm.sync()
-    chat = "{% for m in messages %}{{ m['role'][0] + ':' + m['content'] + ';' }}{% endfor %}a:"
+    tokenizer = copy.copy(engines.tokenizer)
+    tokenizer.chat_template = "{% for m in messages %}{{ m['role'][0] + ':' + m['content'] + ';' }}{% endfor %}a:"
     turns = partial(engines.vllm.turns, TurnLimits(200))
-    endpoint = PolicyEndpoint(turns, engines.tokenizer, chat, engines.vllm.stop_ids, 10, 200)
+    endpoint = PolicyEndpoint(turns, tokenizer, engines.vllm.stop_ids, 10, 200)
     messages = [{"role": "user", "content": "1+2="}]
     try:
         first = endpoint.complete(messages, timeout_s=60)

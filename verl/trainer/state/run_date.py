@@ -29,8 +29,8 @@ class RunDate:
         is_read: whether the chat template of the run reads it.
     """
 
-    def __init__(self, context: BuildContext, template: str | None):
-        self.day, self.is_read = context.day, ChatTemplate(context.tokenizer, template).is_dated
+    def __init__(self, context: BuildContext):
+        self.day, self.is_read = context.day, ChatTemplate(context.tokenizer).is_dated
         if self.is_read:
             _log.info("The chat template writes the current date: %s, for the whole run and its resumes.", self.day)
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
 
+from verl.data.chat_template import own_template
 from verl.errors import ConfigError
 from verl.protocol.user_function import source_file
 
@@ -40,6 +41,7 @@ DEFAULTS_OF_OLDER_CHECKPOINTS = {
     "algorithm.replay_max_staleness": 16,
     "data.final_assistant": "error",
     "data.curriculum": None,
+    "data.chat_template_kwargs": {},
     "data.images_key": "images",
     "data.max_pixels": None,
     "environment": None,
@@ -174,11 +176,10 @@ def identity_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> d
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
-    """Digest of vocabulary, special tokens and chat template."""
+    """Digest of vocabulary, special tokens and its own chat template; `data.chat_template` is part of the settings."""
     vocabulary = sorted(tokenizer.get_vocab().items())
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
-    template = getattr(tokenizer, "chat_template", None)
-    return _digest(json.dumps([vocabulary, special, template], sort_keys=True).encode())
+    return _digest(json.dumps([vocabulary, special, own_template(tokenizer)], sort_keys=True).encode())
 
 
 def content_of(value: Any, named: Sequence[str] = OF_MODELS) -> Any:
