@@ -45,9 +45,8 @@ def sft_run(directory, tmp_path, **actor):
 
 @pytest.mark.parametrize("lora", [None, LoRA(rank=4)], ids=["all weights", "lora"])
 def test_a_model_is_saved_with_the_template_and_the_variables_that_it_learned_by(lora, dir32, tmp_path):
-    template = (
-        "{% for m in messages %}{{ m.content }}<eos>{% endfor %}{% if thinks and add_generation_prompt %}?{% endif %}"
-    )
+    template = "{% for m in messages %}{{ '?' if thinks and m.role == 'assistant' }}{{ m.content }}<eos>{% endfor %}"
+    template += "{{ '?' if thinks and add_generation_prompt }}"
     run = sft_run(dir32, tmp_path, lora=lora)
     data = replace(run.data, chat_template=template, chat_template_kwargs={"thinks": True})
     run = replace(run, data=data, trainer=replace(run.trainer, total_epochs=1))
