@@ -240,7 +240,7 @@ POST = b"POST /v1/chat/completions HTTP/1.1\r\n"
         (b"GET /v1/chat/completions HTTP/1.1\r\nConnection: close\r\n\r\n", 405), (b"nonsense\r\n\r\n", 400),
         (b"POST /v1/x HTTP/1.1\r\nContent-Length: 2\r\nConnection: close\r\n\r\n{}", 404),
         (b"GET /sessions/x/v1/models HTTP/1.1\r\nConnection: close\r\n\r\n", 404),
-    ],
+    ], ids=lambda value: str(value)[:60],
 )  # fmt: skip
 def test_requests_that_http_or_a_limit_refuses_are_answered_in_json_too(server, sent, status):
     found, content = exchange(server, sent)

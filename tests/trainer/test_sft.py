@@ -51,7 +51,7 @@ def test_a_model_is_saved_with_the_template_and_the_variables_that_it_learned_by
     data = replace(run.data, chat_template=template, chat_template_kwargs={"thinks": True})
     run = replace(run, data=data, trainer=replace(run.trainer, total_epochs=1))
     with run.build(BuildContext(run_dir=tmp_path / "run")) as trainer:
-        own, before = Pretrained(path=str(dir32)).load_tokenizer(), tokenizer_digest(trainer.tokenizer)
+        own, before = Pretrained(path=str(dir32)).load_tokenizer(), tokenizer_digest(trainer.context.tokenizer)
         trainer.fit()
     assert before == tokenizer_digest(own)  # as before the template was saved: older checkpoints go on
     saved = Pretrained(path=str(tmp_path / "run/actor")).load_tokenizer()
