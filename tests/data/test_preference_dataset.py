@@ -46,13 +46,15 @@ def test_a_text_ends_with_eos_and_a_chat_with_its_template(tmp_path):
     assert texts(dataset(tmp_path, [TEXT])) == {"prompts": "1+2=", "chosen": "3<eos>", "rejected": "14<eos>"}
     expected = {"prompts": "<user>1+2=<eos><assistant>", "chosen": "3<eos>", "rejected": "14<eos>"}
     assert texts(dataset(tmp_path, [CHAT])) == expected
-    assert texts(dataset(tmp_path, [CONTAINED])) == expected
+    for prompt in ({}, {"prompt": "1+2="}, {"prompt": CHAT["prompt"]}):  # as in UltraFeedback
+        assert texts(dataset(tmp_path, [CONTAINED | prompt])) == expected
     assert texts(dataset(tmp_path, [TEXT], system_prompt="Add."))["prompts"].startswith("<system>Add.<eos><user>1+2=")
 
 
 def test_the_prompt_of_texts_is_what_both_begin_with(tmp_path):
-    row = {"chosen": "Sum of 1 and 2: three", "rejected": "Sum of 1 and 2: four"}
-    assert texts(dataset(tmp_path, [row]))["prompts"] == "Sum of 1 and 2:"
+    for chosen, rejected in (("three", "four"), ("14", "15"), ("one", "onetwo")):  # no word is divided
+        row = {"chosen": f"Sum of 1 and 2: {chosen}", "rejected": f"Sum of 1 and 2: {rejected}"}
+        assert texts(dataset(tmp_path, [row]))["prompts"] == "Sum of 1 and 2:"
 
 
 def test_parquet_gives_what_jsonl_gives(tmp_path):
@@ -99,7 +101,7 @@ def test_pairs_taken_apart_are_labelled_responses(tmp_path):
         ({**TEXT, "chosen": 3}, "chosen", 3),
         ({**TEXT, "prompt": 5}, "prompt", 5),
         ({"chosen": "ab", "rejected": "cd"}, "prompt", ""),
-        ({"chosen": "ab", "rejected": "abc"}, "chosen", "ab"),
+        ({"chosen": "a b", "rejected": "a b c"}, "chosen", "a b"),
         ({**TEXT, "prompt": "1\ud800"}, "prompt", "1\ud800"),
         ({**TEXT, "chosen": [assistant("3")]}, "chosen", [assistant("3")]),
         *(({**TEXT, "margin": margin}, "margin", margin) for margin in ("much", None, True, math.nan, math.inf)),

@@ -4,6 +4,7 @@ import json
 import logging
 import sys
 
+import numpy
 import pytest
 from refusals import refusal
 
@@ -86,6 +87,16 @@ def test_rows_of_the_datasets_package_are_those_of_jsonl(where, files, tmp_path)
     assert texts(found) == texts(jsonl)
 
 
+def test_lists_that_pandas_made_arrays_of_are_lists():
+    rows = [{"prompt": [USER], "extra_info": {"names": ["a"], "none": None}}]
+    arrays = [
+        {"prompt": numpy.array([USER], object), "extra_info": {"names": numpy.array(["a"], object), "none": None}}
+    ]
+    found, expected = (RLHFDataset.from_rows(x, character_tokenizer())[0] for x in (arrays, rows))
+    assert found["prompt_text"] == expected["prompt_text"]
+    assert found["extra_info"] == {"names": ["a"]}
+
+
 def test_a_null_that_was_written_in_json_stays(tmp_path):
     rows = [{"prompt": chat(call(text=None)), "extra_info": {"limit": None}, "tools": None}]
     (tmp_path / "rows.jsonl").write_text(json.dumps(rows[0]) + "\n")
@@ -119,13 +130,14 @@ def test_calls_that_a_template_would_leave_out_are_refused(kind):
 
 
 @pytest.mark.parametrize("form", ["{{ m.content }}<eos>", "{% generation %}{{ m.content }}<eos>{% endgeneration %}"])
-def test_turns_of_weight_zero_are_not_learned(form):
+@pytest.mark.parametrize("mark", [{"weight": 0}, {"train": False}])
+def test_turns_of_weight_zero_are_not_learned(form, mark):
     template = (
         "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}" + form + "{% else %}{{ m.content }}"
     )
     template += "<eos>{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
-    said = [{"role": "assistant", "content": text, "weight": weight} for text, weight in (("3", 0), ("2", 1))]
-    rows, options = [{"messages": [USER, said[0], USER, said[1]]}], {"chat_template": template}
+    said = [{"role": "assistant", "content": text} for text in ("3", "2")]
+    rows, options = [{"messages": [USER, said[0] | mark, USER, said[1]]}], {"chat_template": template}
     row = SFTDataset.from_rows(rows, character_tokenizer(), options)[0]
     assert character_tokenizer().decode(row["input_ids"][row["loss_mask"]]) == "2<eos>"
 
@@ -161,6 +173,10 @@ def test_files_and_rows_of_another_form_are_refused(tmp_path, digits_limited):
     for file in ("rows.jsonl", "a.parquet"):
         with refusal("data_files[0]", varies=True):
             RLHFDataset(tmp_path / file, character_tokenizer())
+    with refusal("prompt_key", value="instruction"):
+        SFTDataset.from_rows(
+            [{"instruction": "Add.", "input": "1 2"}], character_tokenizer(), {"prompt_key": "instruction"}
+        )
     for rows in (["1"], {"prompt": ["1"]}):
         with refusal("rows"):
             RLHFDataset.from_rows(rows, character_tokenizer())

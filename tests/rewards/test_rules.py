@@ -106,6 +106,9 @@ RIGHT = [
     (r"\boxed{3\sqrt{2}}", r"Adding, we get $\boxed{3\sqrt{2}}$."),
     (r"\boxed{(x+1)^2}", "x^2+2x+1"),
     (r"\boxed{(1, 2)}", "(1,2)"),
+    ("<think>12, no</think><answer>72</answer> of 3 bags", GSM8K),
+    (r"\boxed{1} is wrong.<answer>\fbox{72}.</answer>", GSM8K),
+    (r"\boxed{\begin{pmatrix}1\\2\end{pmatrix}}", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}"),
     ("-5", -5),
     ("3/4", 0.75),
 ]
@@ -115,6 +118,7 @@ WRONG = [
     ("", GSM8K),
     ("no idea", GSM8K),
     ("#### ", GSM8K),
+    (r"<answer>72</answer>\boxed{71}", GSM8K),
     (r"\boxed{2\sqrt{3}}", r"\boxed{3\sqrt{2}}"),
     ("a" * 100_000, GSM8K),
 ]
@@ -242,3 +246,4 @@ def test_answers_in_several_boxes_are_one_answer_and_the_last_of_others_counts()
     assert scored(r"$\boxed{1}$ and $\boxed{2}$", "2") == 0.0
     assert scored(r"First \boxed{1}. Then, of this, \boxed{2}", "2") == 1.0
     assert scored("#### 5\n\nNote: this is 3 less than 8", "5") == 1.0
+    assert gsm8k_score([""], ["<answer>5</answer> is 3 less than 8"], ["5"]) == [1.0]

@@ -487,7 +487,7 @@ def conversation_tokens(
         tools: value of the row's column `tools`.
         images: of the placeholders in the messages; with some the marks are not used.
         learned_from: number of messages whose assistant turns are not learned, first of all. Nor are turns with
-            `weight: 0`, which OpenAI's files have. With turns that are not learned the marks are not used.
+            `weight: 0`, of OpenAI's files, or `train: false`, of axolotl's. With these the marks are not used.
     Returns:
         Tokens, mask, and the text with one placeholder for each image.
     Raises:
@@ -503,7 +503,10 @@ def conversation_tokens(
     turns = [
         turn
         for turn, message in enumerate(messages)
-        if message["role"] == "assistant" and turn >= learned_from and message.get("weight") != 0
+        if message["role"] == "assistant"
+        and turn >= learned_from
+        and message.get("weight") != 0
+        and message.get("train") is not False
     ]
     if not turns:
         raise ConfigError(f"messages at {location} have no turn of the assistant to learn.")

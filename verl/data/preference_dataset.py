@@ -10,6 +10,7 @@ Columns are those of TRL: `prompt`, `chosen`, `rejected`; `chosen` and `rejected
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -34,6 +35,7 @@ from verl.errors import ConfigError
 from verl.protocol import DataProto
 from verl.protocol.ragged import Ragged
 
+_WORD = re.compile(r"\w\w", re.ASCII)  # words without spaces between them, as in Chinese, may be divided
 MAX_MARGIN = 1e30  # beyond it float32 may overflow
 
 
@@ -260,11 +262,13 @@ def _texts(
     if len(responses) == 2 and responses[0] == responses[1]:
         raise refuse(keys[1], responses[1], f"another response than {keys[0]}, since equal ones prefer nothing")
     prompt = row.get(options.prompt_key)
-    if prompt is None and len(responses) == 2:
+    if len(responses) == 2 and (prompt is None or _is_in_both(prompt, *responses)):
         prompt, *responses = common_start(*responses)
-        if not all(responses):
-            key = keys[responses.index(responses[0][:0])]
-            raise refuse(key, row[key], "a response behind the start that both share")
+    elif isinstance(prompt, list) and all(response[: len(prompt)] == prompt for response in responses):
+        responses = [response[len(prompt) :] for response in responses]
+    if not all(responses):
+        key = keys[responses.index(responses[0][:0])]
+        raise refuse(key, row[key], "a response behind the start that both share")
     is_text = isinstance(prompt, str)
     if not prompt or (not is_text and messages_fault(prompt)):
         raise refuse(options.prompt_key, prompt, f"a prompt that is not empty, or {keys[0]} that begins with it")
@@ -295,15 +299,23 @@ def _texts(
     return _Texts(before, texts, True, bool(label), margin)
 
 
+def _is_in_both(prompt: Any, chosen: Any, rejected: Any) -> bool:
+    """Whether a text repeats a message that two conversations begin with, as in UltraFeedback."""
+    is_text = isinstance(prompt, str) and not isinstance(chosen, str) and not isinstance(rejected, str)
+    return is_text and any(x["content"] == prompt for x in common_start(chosen, rejected)[0])
+
+
 def common_start(chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:
     """The prompt that two texts or two lists of messages begin with, and what follows it in each.
 
-    The space between the words of a text belongs to what follows.
+    No word of a text is divided, and the space between words belongs to what follows.
     """
     pairs = zip(chosen, rejected, strict=False)
     count = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(chosen), len(rejected)))
-    if isinstance(chosen, str) and count and chosen[count - 1] == " ":
-        count -= 1
+    if isinstance(chosen, str):
+        while any(_WORD.match(text, count - 1) for text in (chosen, rejected) if count):
+            count -= 1
+        count -= chosen[:count].endswith(" ")
     return chosen[:count], chosen[count:], rejected[count:]
 
 

@@ -90,7 +90,7 @@ class DataRows:
         if isinstance(rows, DataRows):
             return rows
         each = rows if hasattr(rows, "__iter__") else map(rows.__getitem__, range(len(rows)))  # a data set of torch
-        values = [from_arrow(row) for row in rows] if hasattr(rows, "features") else list(each)
+        values = [from_arrow(row) if hasattr(rows, "features") or _is_of_pandas(row) else row for row in each]
         if (other := next((row for row in values if not isinstance(row, Mapping)), None)) is not None:
             raise ConfigError(
                 f"rows is a {type(rows).__name__} of {type(other).__name__}: expected a list of mappings of columns, "
@@ -135,7 +135,8 @@ class DataRows:
         return place if place.is_dir() else place.parent
 
     def column_fault(self, key: str, option: str, index: int) -> str | None:
-        """A sentence about a column that a row lacks, with the columns that it has; None if it has the column.
+        """A sentence about a column that a row lacks, with the columns that it has, or that is half a prompt (Alpaca's
+        `instruction` beside an `input`); None if it has the column.
 
         Args:
             key: the column.
@@ -144,8 +145,10 @@ class DataRows:
         Raises:
             ConfigError: no row has the column.
         """
-        if key in self.values[index]:
-            return None
+        if key in (row := self.values[index]):
+            if key != "instruction" or not row.get("input"):
+                return None
+            return f"{option} is {key!r}: the `input` of {self.location(index)} is a part of its prompt too. Join them"
         present = ", ".join(str(name) for name in self.values[index]) or "none"
         fault = f"{option} is {key!r}: no such column at {self.location(index)}. Its columns: {present}."
         if not any(key in row for row in self.values):
@@ -242,11 +245,17 @@ def from_arrow(value: Any, is_nested: bool = False) -> Any:
     """A row of an Arrow table without the nulls in its nested columns.
 
     Arrow gives every struct of a column the keys of all of them, with null where a row had none. A null of a column
-    itself, or in a list, stays.
+    itself, or in a list, stays. Lists that pandas made arrays of are lists.
     """
+    value = value.tolist() if hasattr(value, "dtype") else value
     if isinstance(value, Mapping):
         return {key: from_arrow(x, True) for key, x in value.items() if x is not None or not is_nested}
     return [from_arrow(x, True) for x in value] if isinstance(value, list) else value
+
+
+def _is_of_pandas(row: Any) -> bool:
+    """Whether a row of parquet was read by pandas, which makes arrays of lists."""
+    return isinstance(row, Mapping) and any(str(getattr(x, "dtype", "")) == "object" for x in row.values())
 
 
 def _parquet_row(table: Any, index: int) -> dict[str, Any] | str:

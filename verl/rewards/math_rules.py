@@ -1,7 +1,8 @@
 r"""Rules for mathematical answers, as functions of text. Imports little, since worker processes import it.
 
 `gsm8k_score` compares the final number of a response; `math_score` compares answers by value: 0.5, 1/2 and \frac{1}{2}.
-Both take as the final answer what follows the last `####`, or the content of the last `\boxed{}`.
+Both take as the final answer what follows the last `####`, or the content of the last `\boxed{}`, and look for either
+in the last `<answer>...</answer>` where there is one.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ def final_number(text: str, needs_mark: bool = False) -> Fraction | None:
     in the last `\boxed{}`; without either the last number of the text. `1/2` and `1 1/2` are one number each. Currency
     and percent signs and units are ignored.
     """
+    text = _tagged_answer(text)
     marked = _marked_answer(text)
     if marked is None:
         if needs_mark:
@@ -95,7 +97,7 @@ def math_score(prompt: str, response: str, answer: str | float, correct: float, 
     from math_verify import parse, verify
 
     _refuse_other_types(answer)
-    gold, answered = _Answer.of(str(answer), is_alone=True), _Answer.of(response, is_alone=False)
+    gold, answered = _Answer.of(str(answer), is_alone=True), _Answer.of(_tagged_answer(response), is_alone=False)
     # math-verify's time-outs are off: they cannot interrupt code that never returns to Python.
     gold_values = parse(gold.readable, parsing_timeout=0)
     if gold.number is None and not gold_values:
@@ -160,6 +162,12 @@ class _Answer:
         return plain.number in (percentage.number, percentage.number / 100)  # type: ignore[operator]
 
 
+def _tagged_answer(text: str) -> str:
+    """The content of the last `<answer>` of a response, unless it is empty or a mark follows it; else all of it."""
+    answer, end, rest = text.rpartition("<answer>")[2].partition("</answer>")
+    return answer if end and answer.strip() and _marked_answer(rest) is None else text
+
+
 def _marked_answer(text: str) -> str | None:
     """The marked answer: the last box, or the first line after the last `####`; None without a mark."""
     if (box := _last_box(text)) is not None:
@@ -178,7 +186,7 @@ def _last_box(text: str) -> str | None:
     r"""Content of the last `\boxed{}` with balanced braces, after the last `####` if there is one."""
     tail = _after_mark(text)
     text = text if tail is None else tail
-    for box in reversed(list(re.finditer(r"\\f?boxed\s*\{", text))):
+    for box in reversed(list(re.finditer(r"\\(?:boxed|fbox)\s*\{", text))):
         depth = 1
         for brace in re.finditer(r"\\[{}\\]|[{}]", text[box.end() :]):
             depth += {"{": 1, "}": -1}.get(brace[0], 0)
@@ -188,8 +196,8 @@ def _last_box(text: str) -> str | None:
 
 
 _SEVERAL_BOXES = re.compile(  # joined to the box before: "\boxed{1} and \boxed{2}"
-    r"\}\s*\$*\s*(?:,|\band\b|\bor\b|\\text\s*\{\s*(?:and|or)\s*\})(?:\s|,|\$|\band\b|\bor\b)*\\f?boxed\s*\{"
-    r"(?:(?!\\f?boxed\s*\{).)*$",
+    r"\}\s*\$*\s*(?:,|\band\b|\bor\b|\\text\s*\{\s*(?:and|or)\s*\})(?:\s|,|\$|\band\b|\bor\b)*\\(?:boxed|fbox)\s*\{"
+    r"(?:(?!\\(?:boxed|fbox)\s*\{).)*$",
     re.DOTALL,
 )
 
@@ -200,7 +208,7 @@ _VULGAR = {
     "\u00bd": "1/2", "\u2153": "1/3", "\u2154": "2/3", "\u00bc": "1/4", "\u00be": "3/4", "\u2155": "1/5",
     "\u215b": "1/8", "\u215c": "3/8", "\u215d": "5/8", "\u215e": "7/8",
 }  # fmt: skip
-_SPACE_COMMAND = re.compile(r"\\[,;:! ]|\\q?quad\b|~|[\u00a0\u2009\u202f]")
+_SPACE_COMMAND = re.compile(r"(?<!\\)\\[,;:! ]|\\q?quad\b|~|[\u00a0\u2009\u202f]")
 _FRACTION = re.compile(r"\\[dtc]?frac\s*(?:\{\s*(-?[\d,.]+)\s*\}|(\d))\s*(?:\{\s*([\d,.]+)\s*\}|(\d))")
 _TEXT = re.compile(r"\\(?:text|textbf|textrm|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
 
