@@ -264,7 +264,7 @@ def _texts(
     prompt = row.get(options.prompt_key)
     if len(responses) == 2 and (prompt is None or _is_in_both(prompt, *responses)):
         prompt, *responses = common_start(*responses)
-    elif isinstance(prompt, list) and all(response[: len(prompt)] == prompt for response in responses):
+    elif messages_fault(prompt) is None and all(response[: len(prompt)] == prompt for response in responses):
         responses = [response[len(prompt) :] for response in responses]
     if not all(responses):
         key = keys[responses.index(responses[0][:0])]
