@@ -262,10 +262,11 @@ def _texts(
     if len(responses) == 2 and responses[0] == responses[1]:
         raise refuse(keys[1], responses[1], f"another response than {keys[0]}, since equal ones prefer nothing")
     prompt = row.get(options.prompt_key)
+    start: Any = prompt if messages_fault(prompt) is None else ()
     if len(responses) == 2 and (prompt is None or _is_in_both(prompt, *responses)):
         prompt, *responses = common_start(*responses)
-    elif messages_fault(prompt) is None and all(response[: len(prompt)] == prompt for response in responses):
-        responses = [response[len(prompt) :] for response in responses]
+    elif start and all(response[: len(start)] == start for response in responses):
+        responses = [response[len(start) :] for response in responses]
     if not all(responses):
         key = keys[responses.index(responses[0][:0])]
         raise refuse(key, row[key], "a response behind the start that both share")
