@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers import GenerationConfig
 
 from verl.component import BuildContext
 from verl.data.files import SFTFiles
@@ -45,7 +46,7 @@ def sft_run(directory, tmp_path, **actor):
 
 @pytest.mark.parametrize("lora", [None, LoRA(rank=4)], ids=["all weights", "lora"])
 def test_a_model_is_saved_with_the_template_and_the_variables_that_it_learned_by(lora, dir32, tmp_path):
-    template = "{% for m in messages %}{{ '?' if thinks and m.role == 'assistant' }}{{ m.content }}<eos>{% endfor %}"
+    template = "{% for m in messages %}{{ '?' if thinks and m.role == 'assistant' }}{{ m.content }}<system>{% endfor %}"
     template += "{{ '?' if thinks and add_generation_prompt }}"
     run = sft_run(dir32, tmp_path, lora=lora)
     data = replace(run.data, chat_template=template, chat_template_kwargs={"thinks": True})
@@ -57,7 +58,10 @@ def test_a_model_is_saved_with_the_template_and_the_variables_that_it_learned_by
     saved = Pretrained(path=str(tmp_path / "run/actor")).load_tokenizer()
     chat = [{"role": "user", "content": "1+1="}]
     texts = [x.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for x in (saved, own)]
-    assert texts[0] == "1+1=<eos>?" != texts[1]
+    assert texts[0] == "1+1=<system>?" != texts[1]
+    if lora is None:  # whoever generates with it stops where a turn ends
+        ends = GenerationConfig.from_pretrained(tmp_path / "run/actor").eos_token_id
+        assert ends == [saved.eos_token_id, saved.convert_tokens_to_ids("<system>")]
 
 
 @pytest.mark.parametrize("lora", [None, LoRA(rank=4)], ids=["all weights", "lora"])

