@@ -129,10 +129,28 @@ def test_whitespace_that_a_template_puts_after_the_end_token_is_not_learned():
     assert TOKENIZER.decode(dataset[0]["input_ids"]).endswith("<eos>\n")
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused_by_row():
-    with refusal("chat_template", value="message 1 at row 1"):
-        conversations([USER, ANSWER], [USER, ANSWER, USER, ANSWER], chat_template=FORGETS)
-    assert learned(conversations([USER, ANSWER], chat_template=FORGETS)) == "2<eos>"
+# As Qwen3's: earlier turns lose their thoughts, and the last one has empty ones where it has none.
+QWEN = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' and loop.last and '~' not in m.content %}~~"
+    "{% endif %}{{ m.content if loop.last or m.role != 'assistant' else m.content.split('~')[-1] }}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def test_turns_that_a_template_rewrites_once_others_follow_are_learned_each_as_the_last_one(caplog):
+    thinks = {"role": "assistant", "content": "~1~3"}
+    chats = [[USER, ANSWER], [SYSTEM, USER, thinks, USER, ANSWER, USER, {**thinks, "weight": 0}, USER, thinks]]
+    dataset = conversations(*chats, chat_template=QWEN, on_bad_row="error")
+    assert [learned(dataset, index) for index in range(len(dataset))] == [
+        "~~2<eos>", "~1~3<eos>", "~~2<eos>", "~1~3<eos>"
+    ]  # fmt: skip
+    texts = [TOKENIZER.decode(dataset[index]["input_ids"]) for index in range(1, 4)]
+    start = "<system>Add.<eos><user>1+1=<eos><assistant>"
+    assert texts[:2] == [f"{start}~1~3<eos>", f"{start}3<eos><user>1+1=<eos><assistant>~~2<eos>"]
+    assert texts[2].count("~") == 2
+    rows = [{"prompt": [USER], "completion": [ANSWER, USER, ANSWER]}]
+    with refusal("chat_template", value="message 1 at row 0"):  # a completion is one row
+        SFTDataset.from_rows(rows, TOKENIZER, {"chat_template": FORGETS})
 
 
 def test_a_conversation_that_begins_with_the_assistant_is_learned_where_the_template_marks_its_turns():

@@ -500,14 +500,7 @@ def conversation_tokens(
         )
     messages = chat.with_system(messages)
     chat.refuse_lost_calls(messages, location)
-    turns = [
-        turn
-        for turn, message in enumerate(messages)
-        if message["role"] == "assistant"
-        and turn >= learned_from
-        and message.get("weight") != 0
-        and message.get("train") is not False
-    ]
+    turns = learned_turns(messages, learned_from)
     if not turns:
         raise ConfigError(f"messages at {location} have no turn of the assistant to learn.")
     is_whole = not learned_from and len(turns) == sum(message["role"] == "assistant" for message in messages)
@@ -529,6 +522,39 @@ def conversation_tokens(
         any(start <= first < end and last > first for start, end in spans) for first, last in encoded["offset_mapping"]
     ]
     return list(encoded["input_ids"]), learned, whole
+
+
+def learned_turns(messages: Messages, learned_from: int = 0) -> list[int]:
+    """Indices of the assistant turns of a conversation that are learned."""
+    return [
+        turn
+        for turn, message in enumerate(messages)
+        if message["role"] == "assistant"
+        and turn >= learned_from
+        and message.get("weight") != 0
+        and message.get("train") is not False
+    ]
+
+
+def parts_by_turn(chat: ChatTemplate, messages: Messages, location: str, tools: Any) -> list[list[Any]]:
+    """The conversation as it is, or, where its template writes a turn otherwise once others follow, one for each turn.
+
+    Such a template is Qwen3's, which leaves out the thoughts of earlier turns: each turn is learned as the last of its
+    conversation, as it will be generated.
+    """
+    turns = learned_turns(messages)
+    if len(turns) < 2 or GENERATION_BLOCK.search(chat.source or ""):
+        return [[*messages]]
+    whole = chat.with_system(messages)
+    ends = [turn + 1 + len(whole) - len(messages) for turn in turns]
+    try:
+        text = chat.render(whole, location, reply_follows=False, tools=tools)
+        if all(text.startswith(chat.render(whole[:end], location, reply_follows=False, tools=tools)) for end in ends):
+            return [[*messages]]
+    except ConfigError:  # which `conversation_tokens` reports
+        return [[*messages]]
+    earlier = [{**message, "weight": 0} if message["role"] == "assistant" else message for message in messages]
+    return [[*earlier[:turn], messages[turn]] for turn in turns]
 
 
 def _span(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from verl.data.chat_template import (
     as_chat,
     conversation_tokens,
     messages_fault,
+    parts_by_turn,
     render_prompts,
     shortened,
     template_in_use,
@@ -29,6 +31,7 @@ from verl.errors import ConfigError
 from verl.protocol import DataProto
 
 COMPLETION_KEYS = ("completion", "response")
+log = logging.getLogger(__name__)
 MESSAGES_KEY = "messages"
 
 
@@ -151,6 +154,25 @@ def from_conversations(rows: DataRows, key: str, chat: ChatTemplate, bad: RowErr
     return conversations
 
 
+def each_turn_alone(rows: DataRows, key: str, chat: ChatTemplate) -> DataRows:
+    """The rows, those with several in whose place `parts_by_turn` puts several conversations."""
+    found, chats = list[int](), list[Any]()
+    for index, row in enumerate(rows.values):
+        messages, place = row.get(key), rows.location(index)
+        is_usable = messages_fault(messages) is None and not rows.images[index]
+        parts = parts_by_turn(chat, messages, place, row.get("tools")) if is_usable else [messages]
+        found += [index] * len(parts)
+        chats += parts
+    if len(found) == len(rows):
+        return rows
+    log.info(
+        "The chat template writes earlier turns otherwise than the last one: turns of such conversations are learned in "
+        "rows of their own, %d rows in place of %d.", len(found), len(rows),
+    )  # fmt: skip
+    more = rows.only(found)
+    return replace(more, values=[{**row, key: part} for row, part in zip(more.values, chats, strict=True)])
+
+
 def _conversation(
     chat: ChatTemplate, messages: Any, rows: DataRows, index: int, bad: RowErrors, learned_from: int = 0
 ) -> LossMaskedTokens | None:
@@ -235,6 +257,9 @@ class SFTDataset:
         messages_key = MESSAGES_KEY if is_default else options.messages_key
         key = messages_key or options.prompt_key
         rows = with_images(with_chats(rows, key), key, options, tokenizer, bad)
+        if messages_key is not None and chat.source is not None:
+            num_rows, rows = num_rows - len(rows), each_turn_alone(rows, key, chat)
+            num_rows += len(rows)
         if messages_key is None:
             texts = from_prompts(rows, options.prompt_key, options.completion_key, chat, bad)
         else:
