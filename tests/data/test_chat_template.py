@@ -139,7 +139,7 @@ QWEN = (
 
 def test_turns_that_a_template_rewrites_once_others_follow_are_learned_each_as_the_last_one(caplog):
     thinks = {"role": "assistant", "content": "~1~3"}
-    chats = [[USER, ANSWER], [SYSTEM, USER, thinks, USER, ANSWER, USER, {**thinks, "weight": 0}, USER, thinks]]
+    chats = [[USER, ANSWER], [SYSTEM, USER, thinks, USER, ANSWER, USER, {**thinks, "weight": 0}, USER, thinks, USER]]
     dataset = conversations(*chats, chat_template=QWEN, on_bad_row="error")
     assert [learned(dataset, index) for index in range(len(dataset))] == [
         "~~2<eos>", "~1~3<eos>", "~~2<eos>", "~1~3<eos>"

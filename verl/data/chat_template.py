@@ -543,7 +543,7 @@ def parts_by_turn(chat: ChatTemplate, messages: Messages, location: str, tools: 
     conversation, as it will be generated.
     """
     turns = learned_turns(messages)
-    if len(turns) < 2 or GENERATION_BLOCK.search(chat.source or ""):
+    if turns in ([], [len(messages) - 1]) or GENERATION_BLOCK.search(chat.source or ""):
         return [[*messages]]
     whole = chat.with_system(messages)
     ends = [turn + 1 + len(whole) - len(messages) for turn in turns]

@@ -158,16 +158,16 @@ def each_turn_alone(rows: DataRows, key: str, chat: ChatTemplate) -> DataRows:
     """The rows, those with several in whose place `parts_by_turn` puts several conversations."""
     found, chats = list[int](), list[Any]()
     for index, row in enumerate(rows.values):
-        messages, place = row.get(key), rows.location(index)
+        messages: Any = row.get(key)
         is_usable = messages_fault(messages) is None and not rows.images[index]
-        parts = parts_by_turn(chat, messages, place, row.get("tools")) if is_usable else [messages]
+        parts = parts_by_turn(chat, messages, rows.location(index), row.get("tools")) if is_usable else [messages]
         found += [index] * len(parts)
         chats += parts
     if len(found) == len(rows):
         return rows
     log.info(
-        "The chat template writes earlier turns otherwise than the last one: turns of such conversations are learned in "
-        "rows of their own, %d rows in place of %d.", len(found), len(rows),
+        "The chat template writes earlier turns otherwise than the last one: such conversations are learned turn by "
+        "turn, %d rows in place of %d.", len(found), len(rows),
     )  # fmt: skip
     more = rows.only(found)
     return replace(more, values=[{**row, key: part} for row, part in zip(more.values, chats, strict=True)])
