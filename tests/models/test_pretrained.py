@@ -10,6 +10,7 @@ from random_models import save_random_model
 from refusals import refusal, refused
 from roles import experience, largest_difference, start_actor, weights
 from safetensors.torch import load_file, save_file
+from trainer.runs import fit, ppo_run
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from verl.errors import ConfigError
@@ -80,10 +81,27 @@ def test_a_tokenizer_without_padding_pads_with_its_end_of_text_on_the_left(dir64
     file = directory / "tokenizer_config.json"
     settings = json.loads(file.read_text())
     settings.pop("pad_token")
-    file.write_text(json.dumps(settings | {"padding_side": "right"}))
-    tokenizer = Pretrained(path=str(directory)).load_tokenizer()
-    assert tokenizer.pad_token_id == tokenizer.eos_token_id == 1
-    assert tokenizer.padding_side == "left"
+    for added in ({}, {"pad_token": "<added>"}):  # which has no embedding
+        file.write_text(json.dumps(settings | {"padding_side": "right"} | added))
+        tokenizer = Pretrained(path=str(directory)).load_tokenizer()
+        assert tokenizer.pad_token_id == tokenizer.eos_token_id == 1
+        assert tokenizer.padding_side == "left"
+
+
+def test_generation_settings_that_transformers_does_not_save_do_not_end_a_run(dir32, tmp_path):
+    directory = copy(dir32, tmp_path).path
+    settings = {"temperature": 0.6, "top_p": 0.9, "eos_token_id": [1, 2]}
+    (Path(directory) / "generation_config.json").write_text(json.dumps(settings))
+    source = Pretrained(path=directory)
+    for model in (source.load_causal_lm("cpu"), source.load_skeleton("causal_lm")):
+        assert model.generation_config.eos_token_id == [1, 2]
+        model.generation_config.save_pretrained(tmp_path)
+
+
+def test_tokens_of_the_data_that_the_model_was_not_resized_for_are_refused(tmp_path):
+    path = save_random_model(tmp_path / "m", "llama", torch.float32, vocab_size=12)
+    with refusal("actor.model", value=12):
+        fit(ppo_run(Pretrained(path=str(path))), tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,12 @@ def data_counts(splits: DataSplits) -> dict[str, int]:
     return counts
 
 
+def largest_token(splits: DataSplits) -> int:
+    """The largest token id of the rows; 0 if the data sets keep them in another way."""
+    kept = [x for data in (splits.train, splits.eval) for x in getattr(data, "__dict__", {}).values()]
+    return max((x.largest for x in kept if isinstance(x, RaggedTokens)), default=0)
+
+
 def duplicates_sentence(counts: Mapping[str, int]) -> str | None:
     """A warning about duplicates and overlap in the counts of `data_counts`; None if there are none."""
     sentences = []
@@ -300,6 +306,11 @@ class RaggedTokens:
         self.lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
         self._starts = torch.cumsum(self.lengths, dim=0) - self.lengths
         self._flat = torch.tensor([token for row in rows for token in row], dtype=dtype)
+
+    @property
+    def largest(self) -> int:
+        """The largest token id, at least 0."""
+        return int(self._flat.max()) if len(self._flat) else 0
 
     def __getitem__(self, index: int) -> Tensor:
         return self._flat[self._starts[index] : self._starts[index] + self.lengths[index]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import logging
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -95,6 +96,10 @@ class ModelSource(Description):
         """The context length in tokens; None if unknown before loading."""
         raise NotImplementedError
 
+    def vocabulary(self) -> int | None:
+        """The number of tokens that have an embedding; None if unknown before loading."""
+        return None
+
     def attention_heads(self) -> tuple[int, int] | None:
         """The numbers of attention heads and of key-value heads; None if unknown before loading."""
         return None
@@ -127,6 +132,17 @@ def without_dropout(model: _Model) -> _Model:
             if isinstance(value, float) and ("drop" in name or name in ROUTER_NOISE):
                 setattr(module, name, 0.0)
     return model
+
+
+def unset_what_is_not_saved(generation: Any) -> None:
+    """Unset values that transformers reads but refuses to save, such as a temperature without `do_sample`, which has
+    no effect.
+    """
+    try:
+        generation.validate(strict=True)
+    except ValueError as error:
+        for name in re.findall(r"^- `(\w+)`", str(error), re.MULTILINE):
+            setattr(generation, name, None)
 
 
 # Names of the context length; MPT has no position beyond `max_seq_len`
@@ -245,6 +261,7 @@ class Pretrained(ModelSource):
         model.tie_weights()
         if (directory / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(directory)
+            unset_what_is_not_saved(model.generation_config)
         model.weight_files = SafetensorsReader(directory, model.base_model_prefix)
         named = dict(model.named_parameters())
         shared = dict(model.named_parameters(remove_duplicate=False)).keys() - named
@@ -333,7 +350,8 @@ class Pretrained(ModelSource):
                 f"{name} is {path!r}: it has no tokenizer (tokenizer.json). Set tokenizer_path to a directory that has "
                 "the tokenizer of this model."
             )
-        if tokenizer.pad_token_id is None:
+        known = self.vocabulary() or len(tokenizer)
+        if tokenizer.pad_token_id is None or tokenizer.pad_token_id >= known:  # one that was added has no embedding
             tokenizer.pad_token = tokenizer.eos_token
         tokenizer.deprecation_warnings[LENGTH_WARNING] = True  # limits of the data have messages of their own
         base = self if (adapter := self.adapter()) is None else self._base(adapter)
@@ -372,9 +390,15 @@ class Pretrained(ModelSource):
             ) from error
 
     def max_positions(self) -> int | None:
+        return self._count_of(CONTEXT_KEYS)
+
+    def vocabulary(self) -> int | None:
+        return self._count_of(("vocab_size",))
+
+    def _count_of(self, keys: Sequence[str]) -> int | None:
         config = self._config()
         texts = (config, config.get("text_config"))
-        counts = (_count(text.get(key)) for text in texts if isinstance(text, Mapping) for key in CONTEXT_KEYS)
+        counts = (_count(text.get(key)) for text in texts if isinstance(text, Mapping) for key in keys)
         return next(filter(None, counts), None)
 
     def attention_heads(self) -> tuple[int, int] | None:
@@ -468,6 +492,8 @@ class Pretrained(ModelSource):
             )  # fmt: skip
         self._refuse_lost_caps(model.config.get_text_config())
         self._fill_attributes(model, auto_class)
+        if (generation := getattr(model, "generation_config", None)) is not None:
+            unset_what_is_not_saved(generation)
         # Tensors of a memory-mapped file are not aligned, and on some processors the last bits of a product depend on
         # that: a model loaded from its own checkpoint would compute slightly different values. The copy is also safe
         # from later changes of the file.

@@ -33,7 +33,7 @@ from verl.checkpoint.resolve import ResumePoint
 from verl.checkpoint.save.save_request import SaveOutcome
 from verl.cluster.rpc import WorkerGroup
 from verl.component import BuildContext, as_plain
-from verl.data.base import Dataset, DataSplits, named_source, report_counts
+from verl.data.base import Dataset, DataSplits, largest_token, named_source, report_counts
 from verl.data.curriculum import sampler_of
 from verl.data.sampler import DataSampler
 from verl.errors import (
@@ -45,6 +45,7 @@ from verl.errors import (
     WorkerError,
     error_text,
 )
+from verl.models.pretrained import ModelSource
 from verl.monitoring.nonfinite import StepSkipped
 from verl.protocol import DataProto
 from verl.tracking.base import TrackerSet
@@ -188,8 +189,16 @@ class LoopTrainer(ABC):
         """Use data sets; `setting` is the path of the batch size, for messages.
 
         Raises:
-            ConfigError: they have images, which the run cannot train on.
+            ConfigError: they have images, which the run cannot train on, or tokens that the model does not know.
         """
+        model = self.description.actor.model
+        known = model.vocabulary() if isinstance(model, ModelSource) else None
+        if known is not None and (largest := largest_token(splits)) >= known:
+            raise ConfigError(
+                f"actor.model has embeddings of {known} tokens, and the data have token {largest}: its tokenizer has "
+                "tokens that were added without model.resize_token_embeddings. Resize the model, or give its own "
+                "tokenizer."
+            )
         has_images = getattr(splits, "has_images", False) or getattr(
             getattr(self.description, "environment", None), "images", False
         )
