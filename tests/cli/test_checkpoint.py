@@ -17,7 +17,7 @@ from random_models import save_random_model
 from refusals import refusal
 from same_training import course
 from trainer.runs import fit
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 from typer.testing import CliRunner
 
 from verl.checkpoint.commit.store import CheckpointStore
@@ -77,6 +77,9 @@ def test_directories_of_projects_and_experiments_need_not_be_written_out(directo
 def test_an_adapter_is_exported_with_the_full_path_of_its_base_or_merged_into_it(model32, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(model32.path, "base")
+    tokenizer = model32.load_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}<system>{% endfor %}"
+    tokenizer.save_pretrained("base")
     described = course(dataclasses.replace(model32, path="base"), tmp_path, stop_after=1)
     described = dataclasses.replace(described, actor=dataclasses.replace(described.actor, lora=LoRA(rank=2)))
     fit(described, tmp_path / "run")
@@ -89,7 +92,7 @@ def test_an_adapter_is_exported_with_the_full_path_of_its_base_or_merged_into_it
     merged = AutoModelForCausalLM.from_pretrained("whole").state_dict()
     expected = Pretrained(path="adapter").load_causal_lm("cpu").state_dict()
     assert all(torch.equal(merged[name], expected[name]) for name in expected)
-    assert Path("whole/tokenizer.json").is_file()
+    assert tokenizer.convert_tokens_to_ids("<system>") in GenerationConfig.from_pretrained("whole").eos_token_id
     status, _, said = run("export", "adapter", "again", "--merge")
     assert status == 0, said
     again = AutoModelForCausalLM.from_pretrained("again").state_dict()

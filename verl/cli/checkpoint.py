@@ -312,6 +312,7 @@ def _write_model(path: str, name: str, out: Path, dtype: str | None) -> None:
 
     from verl.models.images import save_tokenizer
     from verl.models.pretrained import Pretrained, quiet_transformers
+    from verl.models.turn_end import save_turn_end
 
     source = Pretrained(path=path)
     try:
@@ -327,6 +328,7 @@ def _write_model(path: str, name: str, out: Path, dtype: str | None) -> None:
             f"base_model_name_or_path in {ADAPTER_CONFIG}, of a copy made by export without --merge."
         ) from error
     tokenizer = source.load_tokenizer()
+    save_turn_end(model, tokenizer)
     with atomic_directory(FileSystem(), out, f"writing {name} to {out}") as staged, quiet_transformers():
         (model if stored is None else model.to(stored)).save_pretrained(staged)
         save_tokenizer(tokenizer, staged)
