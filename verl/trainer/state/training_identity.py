@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
 
-from verl.data.chat_template import own_template
 from verl.errors import ConfigError
 from verl.protocol.user_function import source_file
 
@@ -177,6 +176,8 @@ def identity_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> d
 
 def tokenizer_digest(tokenizer: Any) -> str:
     """Digest of vocabulary, special tokens and its own chat template; `data.chat_template` is part of the settings."""
+    from verl.data.chat_template import own_template  # loads torch, which commands that only look do without
+
     vocabulary = sorted(tokenizer.get_vocab().items())
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
     return _digest(json.dumps([vocabulary, special, own_template(tokenizer)], sort_keys=True).encode())
