@@ -164,6 +164,7 @@ def test_a_key_in_the_configuration_is_refused(key: str) -> None:
         ({"endpoint_url": "host:9000"}, "expected an address"),
         ({"prefix": "a//b"}, "names joined by slashes"),
         ({"prefix": "a/../b"}, "names joined by slashes"),
+        ({"prefix": "a#b"}, "prefix is 'a#b': "),
         ({"part_mib": 1}, "part_mib is 1: "),
         ({"retries": -1}, "retries is -1: "),
         ({"timeout_s": 0.0}, "timeout_s is 0.0: "),

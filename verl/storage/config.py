@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 
 PROBE = "preflight/probe"
+_NOT_IN_ADDRESSES = {*"?#"}
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,253}[A-Za-z0-9]")
 
 
@@ -160,6 +161,8 @@ class BucketStorage(Storage):
             yield f"bucket is null: give that of an existing bucket, or export VERL_BUCKET with storage={self.kind}."
         elif not _BUCKET.fullmatch(self.bucket):
             yield f"bucket is {redact(self.bucket)!r}: expected the name of a bucket only; the rest belongs in prefix."
+        if _NOT_IN_ADDRESSES & {*self.prefix}:
+            yield f"prefix is {redact(self.prefix)!r}: no address may have a ? or #, and resume= needs one."
         if self.endpoint_url is not None:
             yield from _endpoint_faults(self.endpoint_url)
 
@@ -236,7 +239,7 @@ def storage_at(address: str, like: Storage | None = None) -> Storage:
     if scheme == "file" and place.startswith("/"):
         return LocalStorage(path=place)
     kind, (bucket, _, prefix) = SCHEMES.get(scheme), place.partition("/")
-    if kind is None or {*"?#"} & {*place} or "@" in bucket:
+    if kind is None or _NOT_IN_ADDRESSES & {*place} or "@" in bucket:
         known = ", ".join(f"{scheme}://" for scheme in SCHEMES)
         raise ConfigError(
             f"{redact(address)!r} is not an address of a storage: expected one of {known}, a bucket and a prefix, or "
