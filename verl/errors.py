@@ -227,6 +227,10 @@ class ComponentHung(VerlError, RuntimeError):
     """Code of a component did not return in a thread that others wait for; has its stack."""
 
 
+class OutputFailed(VerlError, OSError):
+    """Standard output cannot be written, as on a full disk."""
+
+
 class NoGradients(VerlError, RuntimeError):
     """A step of the optimizer without gradients."""
 

@@ -51,6 +51,15 @@ def test_a_command_whose_reader_leaves_ends_without_a_word(command):
     assert (done.returncode, done.stderr) == (1, "")
 
 
+@pytest.mark.parametrize("words", [["--help"], ["ppo", "--help"], *exhaustive(["runs", "."], ["plan"])])
+def test_a_command_whose_output_cannot_be_written_says_so_on_one_line(words):
+    with open("/dev/full", "wb") as full:
+        command = [sys.executable, "-m", "verl.cli", *words]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode in (1, 2)
+    assert len(done.stderr.splitlines()) == 1
+
+
 def test_env_prints_the_check_and_ends_with_its_status(monkeypatch, tmp_path):
     result = runner.invoke(app, ["env", "--backend", "ddp"])
     assert result.exit_code == 0

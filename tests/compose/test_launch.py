@@ -75,17 +75,19 @@ def test_a_reader_that_leaves_is_no_error_of_what_is_only_shown(flags, tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_reader_that_leaves_does_not_end_a_run(tmp_path):
+@pytest.mark.parametrize("output", ["pipe", "/dev/full"])
+def test_an_output_that_is_lost_does_not_end_a_run(output, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         "import sys\nfrom verl.compose.launch import entry_point\n"
         "@entry_point('sft')\n"
         "def main(job):\n"
         "    job.record()\n"
+        "    print('a reward that prints', flush=True)\n"
         "    sys.stderr.write('it trains')\n"
         "main()\n"
     )
-    read, write = os.pipe()
+    read, write = os.pipe() if output == "pipe" else (os.open(output, os.O_RDONLY), os.open(output, os.O_WRONLY))
     os.close(read)
     words = [sys.executable, str(script)]
     done = subprocess.run(words, stdout=write, stderr=subprocess.PIPE, text=True, cwd=tmp_path, check=False)

@@ -2,6 +2,8 @@
 
 import io
 import logging
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -166,3 +168,21 @@ def test_what_code_of_others_prints_is_redacted(monkeypatch, capsys):
     redact_output()
     print("the key is", "plain-words-secret", "of 3")  # noqa: T201
     assert out.getvalue() == f"the key is {MASK} of 3\n"
+
+
+CLOSED = """
+import os, subprocess, sys
+from verl.utils.redact import redact_output
+redact_output()
+with open("file", "w") as file:
+    print("not for the file")
+    sys.stderr.write(sys.stdin.read() + "nor this")
+    status = subprocess.run(["echo", "nor that"], check=False).returncode
+    file.write(f"{status} {file.fileno() > 2}")
+"""
+
+
+def test_what_is_printed_to_streams_that_are_closed_goes_to_no_file(tmp_path):
+    closing = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-c", CLOSED]
+    assert subprocess.run(closing, cwd=tmp_path, check=False).returncode == 0
+    assert (tmp_path / "file").read_text() == "0 True"

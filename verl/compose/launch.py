@@ -35,7 +35,7 @@ from verl.compose.compose import compose_root
 from verl.compose.overrides import command_line, composition_fault, composition_faults, flags_of, swept_overrides
 from verl.compose.run_start import RunStart, save_overrides
 from verl.compose.schema import ROOTS, conf_dir, group_options, own_conf_dirs, root_keys
-from verl.errors import CheckpointError, ConfigError, VerlError, WorkerError, error_text, root_cause
+from verl.errors import CheckpointError, ConfigError, OutputFailed, VerlError, WorkerError, error_text, root_cause
 from verl.tracking.console import reader_may_leave, set_command, shown_path
 from verl.tracking.logging_setup import IN_RUN_LOG
 from verl.utils.directories import set_kernel_cache
@@ -128,6 +128,7 @@ def entry_point(root: str) -> Callable[[Callable[[RunStart], Any]], Callable[[],
                     raise ConfigError(assigned.faults)
                 sys.argv[1:] = arguments
                 only_shows = only_shown or flags.help or flags.hydra_help
+                redact_output(may_fail=not only_shows)
                 with reader_may_leave() if only_shows else nullcontext():
                     if flags.help:
                         sys.stdout.write(help_text(root))
@@ -199,7 +200,7 @@ def _run_hydra(root: str, main: Callable[[RunStart], Any], faults: Sequence[str]
     except (HydraException, OmegaConfBaseException) as error:  # composition failed
         raise ConfigError([*faults, composition_fault(root, error)]) from error
     except (OSError, AssertionError, AttributeError, TypeError, ValueError, RecursionError, YAMLError) as error:
-        if is_composed or isinstance(error, BrokenPipeError):  # the latter: nobody reads what is shown
+        if is_composed or isinstance(error, (BrokenPipeError, OutputFailed)):  # what is shown cannot be read
             raise
         said = _of_run_directory(error) if isinstance(error, OSError) else composition_fault(root, error)
         raise ConfigError([*faults, said]) from (None if isinstance(error, RecursionError) else error)

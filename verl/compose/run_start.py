@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -134,10 +134,9 @@ def print_start(
     for path, (_, before) in changed.items():
         line = f"  {names[path]:<{column}}  was {visible(_text(before))}"
         lines.append(line if len(line) <= console.width else end_cut(f"  {names[path]}", console.width))
-    with suppress(BrokenPipeError):  # a reader that leaves does not end the run
-        print_line(console, visible(redact(f"{run_name(config)} writes to {shown_path(run_dir)}")), "bold", wraps=False)
-        for line in lines:
-            print_line(console, line)
+    print_line(console, visible(redact(f"{run_name(config)} writes to {shown_path(run_dir)}")), "bold", wraps=False)
+    for line in lines:
+        print_line(console, line)
     return changed
 
 

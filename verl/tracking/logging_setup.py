@@ -156,5 +156,5 @@ class _ConsoleLines(logging.Handler):
     def _print(self, line: str, style: str) -> None:
         import rich
 
-        with contextlib.suppress(BrokenPipeError):  # raised once; afterwards rich prints nothing
+        with contextlib.suppress(OSError):  # a closed pipe or a full disk
             print_line(rich.get_console(), line, style)

@@ -8,10 +8,12 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 from urllib.parse import quote
+
+from verl.errors import OutputFailed
 
 MASK = "***"
 MIN_ENV_LENGTH = 8  # a shorter value, such as "1" or "debug", would mask ordinary text
@@ -114,29 +116,61 @@ class RedactSecrets(logging.Filter):
 
 
 class RedactedOutput:
-    """A text stream that redacts what is written, for code of others that prints, such as a reward."""
+    """A text stream that redacts what is written, for code of others that prints, such as a reward.
 
-    def __init__(self, stream: TextIO):
-        self._stream = stream
+    Attributes:
+        may_fail: what cannot be written is dropped. Otherwise `OutputFailed` is raised.
+    """
+
+    def __init__(self, stream: TextIO, may_fail: bool):
+        self._stream, self.may_fail = stream, may_fail
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        self._stream.write(redact(text))
+        self._try(self._stream.write, redact(text))
         return len(text)
+
+    def flush(self) -> None:
+        self._try(self._stream.flush)
+
+    def _try(self, operation: Callable[..., object], *args: str) -> None:
+        try:
+            operation(*args)
+        except OSError as error:
+            if self.may_fail:
+                return
+            if isinstance(error, BrokenPipeError):  # as `head` leaves it
+                raise
+            raise OutputFailed(f"standard output cannot be written: {error.strerror}") from error
 
     def writelines(self, lines: Iterable[str]) -> None:
         for line in lines:
             self.write(line)
 
 
-def redact_output() -> None:
-    """Redact the standard output and error of this process from here on. Idempotent."""
-    for name in ("stdout", "stderr"):
+def redact_output(may_fail: bool = False) -> None:
+    """Redact the standard output and error of this process from here on. Idempotent.
+
+    Streams that are closed become the null device, because the next file that is opened would get their number, and
+    with it what any process of this run prints.
+
+    Args:
+        may_fail: standard output may be lost, as that of a run; standard error always may.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+            setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
         stream = getattr(sys, name)
-        if stream is not None and not isinstance(stream, RedactedOutput):
-            setattr(sys, name, RedactedOutput(stream))
+        if number and stream is not None and not isinstance(stream, RedactedOutput):
+            stream = RedactedOutput(stream, name == "stderr")
+            setattr(sys, name, stream)
+        if may_fail and number and stream is not None:
+            stream.may_fail = True
 
 
 @functools.lru_cache(maxsize=4096)

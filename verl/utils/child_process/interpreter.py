@@ -12,6 +12,8 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
+from verl.errors import OutputFailed
+
 RARELY = 200_000  # objects made and not freed between two garbage collections; Python's default is 700
 
 
@@ -57,13 +59,17 @@ def run_main(main: Callable[[], object]) -> NoReturn:
     """Run `main` as a script and exit by `exit_without_freeing`."""
     status = 0
     try:
-        main()
-    except SystemExit as end:
-        if not isinstance(end.code, int | None):
-            sys.stderr.write(f"{end.code}\n")
-        status = 1 if not isinstance(end.code, int | None) else (end.code or 0) & 0xFF
-    try:
+        try:
+            main()
+        except SystemExit as end:
+            if not isinstance(end.code, int | None):
+                sys.stderr.write(f"{end.code}\n")
+            status = 1 if not isinstance(end.code, int | None) else (end.code or 0) & 0xFF
         sys.stdout.flush()
-    except OSError:  # such as a full disk, which the interpreter reports
+    except OutputFailed as error:
+        if not status:  # else the command has told it
+            sys.stderr.write(f"error: {error}\n")
+            status = 2
+    except BrokenPipeError:  # which the interpreter reports
         sys.exit(status)
     exit_without_freeing(status)

@@ -479,7 +479,7 @@ def run_child(module: str, *, outlives_parent: bool = False) -> None:
     """
     global _parent
     _parent = int(os.environ.pop(PARENT_VARIABLE))
-    redact_output()
+    redact_output(may_fail=True)
     for number in (
         signal.SIGINT,
         signal.SIGTERM,
