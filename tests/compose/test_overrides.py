@@ -16,7 +16,17 @@ from yaml import YAMLError
 from verl.compose.compose import _compose, _composition, apply_values, compose_root
 from verl.compose.defaults import fill_defaults
 from verl.compose.from_yaml import compose_over_default
-from verl.compose.overrides import ALIASES, Overrides, assign, command_line, composition_fault, flatten, parse_overrides
+from verl.compose.overrides import (
+    ALIASES,
+    MEANT,
+    Overrides,
+    assign,
+    command_line,
+    composition_fault,
+    flatten,
+    meant,
+    parse_overrides,
+)
 from verl.compose.schema import conf_dir, group_options
 from verl.compose.validate import validate
 from verl.errors import ConfigError
@@ -337,6 +347,15 @@ def test_every_alias_leads_to_a_key_or_option_that_exists():
         validate(config)
     unknown = [fault.split()[0] for fault in caught.value.faults if "not a known key" in fault]
     assert set(unknown) <= {"sharding.strategy", "sharding.cpu_offload"}  # of sharding=fsdp
+
+
+def test_a_name_of_another_library_leads_to_the_key_that_has_its_meaning():
+    chosen = ["actor=pretrained", "+actor.lora.rank=8", "algorithm=grpo", "rollout=vllm", "reward=function"]
+    config = compose_root("ppo", [*chosen, "data=files"])
+    for word in (word for words in MEANT.values() for word in words.split()):
+        above, _, key = str(meant(f"actor_rollout_ref.{word}", config)).rpartition(".")
+        assert key in [*(OmegaConf.select(config, above) if above else config)], word
+    assert meant("beta", ["loss"]) == "loss.beta"
 
 
 # Values by path

@@ -13,6 +13,7 @@ from verl.errors import ConfigError, RewardError
 from verl.protocol import DataProto
 from verl.rewards.base import missing_columns
 from verl.rewards.function import CallableReward, RewardFunction
+from verl.rewards.rules import ExactMatch
 
 CHAT = [{"role": "user", "content": "1+1="}]
 
@@ -49,6 +50,12 @@ def test_a_function_of_verl_gets_its_arguments(per_sample, columns, tmp_path):
     assert list(scored["score"]) == [2.0, 0.0]
     assert list(scored["reward/acc"]) == [1.0, 0.0]
     assert list(scored["reward_pred"]) == ["2", "5"]
+
+
+def test_the_ground_truth_of_verl_s_data_is_a_column_for_rules_too():
+    rule = ExactMatch(answer_key="ground_truth")
+    assert not list(missing_columns(rule, VERL_COLUMNS, "rows"))
+    assert list(rule.score_tokens(batch_of(**VERL_COLUMNS))["score"]) == [1.0, 0.0]
 
 
 def test_a_column_that_is_missing_or_a_setting_that_does_not_exist_is_named_before_the_function_is_called(tmp_path):

@@ -92,6 +92,38 @@ ALIASES: dict[str, str | dict[str, str]] = {
     "use_reference_policy": {"true": "", "false": "reference=none"},
     "use_rm": {**_OFF, "true": "reward=model"},
 }
+# Names of settings in verl-project/verl, TRL and OpenRLHF, whose errors name the key that has this meaning here
+MEANT = {
+    "actor.lora.rank": "lora_rank lora_r",
+    "actor.micro_batch_tokens": "ppo_micro_batch_size ppo_micro_batch_size_per_gpu ppo_max_token_len_per_gpu "
+    "use_dynamic_bsz log_prob_micro_batch_size_per_gpu per_device_train_batch_size gradient_accumulation_steps",
+    "actor.model.path": "model_name_or_path",
+    "actor.optimizer.lr": "learning_rate actor_learning_rate",
+    "actor.optimizer.max_grad_norm": "grad_clip max_grad_norm max_norm",
+    "actor.optimizer.warmup_updates": "lr_warmup_steps warmup_steps",
+    "algorithm.advantage.normalize_std": "scale_rewards norm_adv_by_std_in_grpo",
+    "algorithm.aggregation": "loss_agg_mode loss_type",
+    "algorithm.entropy_coef": "entropy_coeff",
+    "algorithm.epochs": "ppo_epochs num_ppo_epochs num_iterations",
+    "algorithm.kl.coef": "kl_loss_coef use_kl_loss use_kl_in_reward kl_ctrl kl_coef beta init_kl_coef",
+    "algorithm.kl.estimator": "kl_loss_type kl_penalty kl_estimator",
+    "algorithm.mini_batches": "ppo_mini_batch_size steps_per_generation num_mini_batches",
+    "algorithm.policy_loss.clip_high": "clip_ratio_high epsilon_high",
+    "algorithm.policy_loss.clip_low": "clip_ratio clip_ratio_low cliprange epsilon eps_clip",
+    "algorithm.selection": "filter_groups",
+    "checkpoint.save_interval": "save_steps",
+    "data.max_prompt_length": "max_prompt_length prompt_max_len",
+    "data.truncation": "filter_overlong_prompts",
+    "loss.beta": "beta",
+    "reward.path": "custom_reward_function reward_funcs",
+    "rollout.max_new_tokens": "max_completion_length generate_max_len",
+    "rollout.tensor_parallel_size": "tensor_model_parallel_size vllm_tensor_parallel_size",
+    "tracker": "logger report_to",
+    "trainer.eval_interval": "eval_steps",
+    "trainer.group_size": "num_generations n_samples_per_prompt",
+    "trainer.total_epochs": "num_train_epochs",
+    "trainer.total_steps": "max_steps",
+}
 SHORT = {
     "tracker=wandb": "[default,wandb]",
     "tracker=[]": "none",
@@ -186,6 +218,12 @@ def _parsed(words: Sequence[str], *, sweeps: bool) -> tuple[list[Override], list
     return parsed, faults
 
 
+def meant(key: str, tops: Iterable[str]) -> str | None:
+    """The key below one of `tops` that means what a key of another library means there; None for an unknown one."""
+    names = {*key.split(".")}
+    return next((path for path, x in MEANT.items() if names & {*x.split()} and path.split(".")[0] in tops), None)
+
+
 def assign(root: str, pairs: Sequence[tuple[str, Any]], *, sweeps: bool = False) -> Overrides:
     """Sort `key=value` pairs into options and values, translating aliases and collecting what is refused.
 
@@ -202,7 +240,8 @@ def assign(root: str, pairs: Sequence[tuple[str, Any]], *, sweeps: bool = False)
         elif (group := _group_of(key, keys)) is not None and re.fullmatch(r"(?!null$)[\w,]+", str(value or "")):
             _add_option(out, f"+{group}@{key}", group, value)
         elif top not in keys:
-            out.faults.append(f"{key} is not a known key: {root}.yaml has no {top}.{hint(nearest(top, keys))}")
+            near = meant(key, keys) or nearest(top, keys)
+            out.faults.append(f"{key} is not a known key: {root}.yaml has no {top}.{hint(near)}")
         elif "." in key or isinstance(value, Mapping) or str(value).startswith("{"):
             out.values.append((key, value))
         elif _text(value) not in ("null", ""):

@@ -26,6 +26,7 @@ from verl.component import (
     set_fields,
 )
 from verl.compose.component_import import TARGET, import_component
+from verl.compose.overrides import meant
 from verl.compose.schema import LISTS, group_options
 from verl.errors import ConfigError
 
@@ -215,7 +216,7 @@ class _Validation:
                 self.faults.append(f"{here} is not among the trackers: add it to the list, {path}=[default,{key}].")
                 continue
             known = dict.fromkeys(self.plain.origin(path) for path in _paths(self.plain.tree, ""))
-            near = nearest_path(here, [*below, *known])
+            near = meant(key, self.plain.tree) or nearest_path(here, [*below, *known])
             self.faults.append(f"{here} is not a known key: {kind.__name__} has no such field.{hint(near)}")
 
 

@@ -430,12 +430,14 @@ def missing_columns(reward: Description, columns: Collection[str], where: str) -
     for named_by, column in reward.columns_read():
         known = {"reward_model", "answer"} if column == "ground_truth" else {column}
         if not {column, *known} & {*columns, "prompt_messages", *TEXT_COLUMNS}:
-            present = ", ".join(sorted(set(columns) - set(TEXT_COLUMNS))) or "none but the prompt"
+            of_verl = {"ground_truth"} if "reward_model" in columns else set[str]()
+            present = ", ".join(sorted({*columns} - {*TEXT_COLUMNS} | of_verl)) or "none but the prompt"
             yield f"{named_by}: the {where} have no column {column!r}. Their columns: {present}."
 
 
 def texts_of(batch: DataProto) -> tuple[list[str], list[str], dict[str, list]]:
-    """Prompts, responses and all other columns of a batch, B items each.
+    """Prompts, responses and all other columns of a batch, B items each; an entry `ground_truth` of `reward_model`, as
+    in verl's data, is a column too.
 
     Raises:
         RewardError: the batch has no texts.
@@ -445,4 +447,7 @@ def texts_of(batch: DataProto) -> tuple[list[str], list[str], dict[str, list]]:
         columns = ", ".join(arrays) or "no columns"
         raise RewardError(f"The batch has no {' and no '.join(missing)}: a reward reads texts. It has {columns}.")
     columns = {name: list(values) for name, values in arrays.items() if name not in TEXT_COLUMNS}
+    truths = [x.get("ground_truth") if isinstance(x, Mapping) else None for x in columns.get("reward_model", ())]
+    if any(x is not None for x in truths):
+        columns.setdefault("ground_truth", truths)
     return list(arrays["prompt_text"]), list(arrays["response_text"]), columns

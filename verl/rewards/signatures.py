@@ -18,7 +18,7 @@ from verl.protocol.user_function import GIVEN, signature_of
 def with_own_arguments(function: Callable, kwargs: dict[str, Any], per_sample: bool = False) -> Callable:
     """A function with our arguments that calls one of verl or TRL with `kwargs`; other functions unchanged.
 
-    `ground_truth` is the column of that name, else `reward_model`'s entry, else the column `answer`.
+    `ground_truth` is the column of that name, see `texts_of`, else the column `answer`.
     """
     if (convention := signature_of(function).convention) is None:
         return function
@@ -35,9 +35,7 @@ def with_own_arguments(function: Callable, kwargs: dict[str, Any], per_sample: b
             turns = [y if x is None else [{"role": "assistant", "content": y}] for x, y in zip(chats, responses)]
             table |= {"prompts": [x or y for x, y in zip(chats, prompts)], "completions": turns}
             return function(**{x: table[x] for x in table if takes_any or x in signature.parameters} | kwargs)
-        if "reward_model" in table:
-            table.setdefault("ground_truth", [x and x.get("ground_truth") for x in table["reward_model"]])
-        elif "answer" in table:
+        if "answer" in table:
             table.setdefault("ground_truth", table["answer"])
         table = {"data_source": none, "extra_info": none, **table, "solution_str": responses}
         used = [x for x in (*GIVEN, "ground_truth") if x in table and x in signature.parameters]
