@@ -5,6 +5,7 @@ import gc
 import os
 import signal
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,13 @@ gc.disable()  # nothing of all that is imported and collected is garbage; to loo
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    rows: Counter[str] = Counter()
     for item in items:  # the fork server is started once
+        first = item.get_closest_marker("first_rows")
+        if first is not None and not item.get_closest_marker("exhaustive"):
+            rows[test := item.nodeid.partition("[")[0]] += 1
+            if rows[test] > first.args[0]:
+                item.add_marker(pytest.mark.slow)
         if "fork_server" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.xdist_group("fork server"))
         if item.get_closest_marker("exhaustive"):
@@ -160,18 +167,20 @@ def prompts(tokenizer) -> Callable[..., DataProto]:
     return make
 
 
-@pytest.fixture(scope="session")
-def fork_server() -> Iterator[ForkServer]:
-    """Runs scripts without the seconds that their imports take."""
-    with ForkServer() as started:
-        yield started
-
-
 @pytest.fixture(scope="session", autouse=True)
-def workers_without_imports() -> Iterator[None]:
+def workers_without_imports() -> Iterator[worker_server.WithCopies | None]:
     """Worker processes of this process are copies of one that has imported everything."""
-    with worker_server.in_use():
-        yield
+    with worker_server.in_use() as copies:
+        yield copies
+
+
+@pytest.fixture(scope="session")
+def fork_server(workers_without_imports: worker_server.WithCopies | None) -> Iterator[ForkServer]:
+    """Runs scripts without the seconds that their imports take."""
+    if workers_without_imports is None:
+        pytest.skip("processes are copied on Linux alone")
+    with ForkServer(workers_without_imports.server()) as started:
+        yield started
 
 
 @pytest.fixture

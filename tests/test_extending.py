@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
 ALGORITHM = ["verl/algorithms/batch_mean.py", "conf/algorithm/batch_mean.yaml", "tests/algorithms/test_batch_mean.py"]
 ENGINE = ["verl/rollout/server/plain.py", "conf/rollout/plain.yaml", "tests/rollout/server/test_plain.py"]
@@ -38,6 +40,7 @@ def contents(directory: Path) -> dict[str, bytes]:
     return {path.relative_to(directory).as_posix(): path.read_bytes() for path in files}
 
 
+@pytest.mark.slow
 def test_an_algorithm_and_an_engine_are_added_by_three_files_each_and_no_edit(tmp_path):
     for name in ("verl", "conf"):
         # with what is compiled of it, but for files that another test is just writing

@@ -12,6 +12,7 @@ from verl.algorithms.dynamic_sampling import DynamicSampling
 from verl.algorithms.importance_sampling import TruncatedIS
 from verl.algorithms.kl import KLInLoss, KLInReward
 from verl.algorithms.losses import CISPO, GSPO, ClippedValueLoss, PPOClip
+from verl.algorithms.preference_losses import DPO
 from verl.checkpoint.retention import Retention
 from verl.cluster.placement import DeviceMesh
 from verl.cluster.ray.ray_placement import RayPlacement
@@ -19,10 +20,12 @@ from verl.compose.compose import compose_root
 from verl.compose.validate import validate
 from verl.engines.optimizer import AdamW
 from verl.engines.sharding import DDP, FSDP, HSDP, TP, TPFSDP, Parallel
+from verl.environments.python_sandbox import PythonSandbox
 from verl.http_client.endpoint import Endpoint
 from verl.models.lora import LoRA
 from verl.models.tiny import TinyModel
 from verl.monitoring.config import Monitoring
+from verl.rewards.code_tests import CodeTests
 from verl.rewards.remote.http_reward import HTTPReward
 from verl.rewards.remote.llm_judge import LLMJudge
 from verl.rewards.rules import ExactMatch, Format, Length, MathAnswer, Overlong
@@ -31,15 +34,18 @@ from verl.rollout.hf import HFRollout
 from verl.rollout.scripted import ScriptedRollout
 from verl.rollout.server.config import ServerRollout
 from verl.rollout.vllm.config import VLLMRollout
+from verl.sandbox.jail import Jail
 from verl.tracking.base import Trackers
 from verl.tracking.console import Console
 from verl.tracking.tensorboard import TensorBoard
+from verl.tracking.wandb import WandB
 
 HERE = Endpoint(base_url="http://localhost:1")
 TWO = ["cpu:0", "cpu:1"]
 PARTS = {"correct": ExactMatch(), "overlong": Overlong(max_tokens=4, buffer_tokens=2)}
 JUDGE = partial(LLMJudge, endpoint=HERE, model="judge", template="{response}", score_pattern=r"(\d+)")
 HTTP, SERVER = partial(HTTPReward, endpoint=HERE), partial(ServerRollout, endpoint=HERE)
+REMOTE = partial(Endpoint, base_url="http://localhost:1/v1")
 
 REFUSED = [  # kind, settings, and what is blamed if not the last of them
     # algorithms
@@ -56,6 +62,7 @@ REFUSED = [  # kind, settings, and what is blamed if not the last of them
     (TruncatedIS, {"cap": 0.5}), (TruncatedIS, {"mode": "mask", "floor": 1.5}), (TruncatedIS, {"floor": 0.5}),
     (TruncatedIS, {"level": "word"}),
     (DynamicSampling, {"max_rounds": 0}),
+    (DPO, {"label_smoothing": 0.5}),
     # engines, and where roles run
     (AdamW, {"lr": -1.0}), (AdamW, {"lr": 1.0, "betas": [0.9]}),
     (AdamW, {"lr": 1.0, "betas": [0.9, 1.0]}, "betas[1]"), (AdamW, {"lr": 1.0, "max_grad_norm": 0.0}),
@@ -125,6 +132,15 @@ REFUSED = [  # kind, settings, and what is blamed if not the last of them
     (Monitoring, {"plant_nan_at": 0}), (Monitoring, {"on_non_finite": "ignore"}),
     (Console, {"sample_rows": -1}),
     (TensorBoard, {"flush_s": 0}),
+    (WandB, {"mode": "shared"}), (WandB, {"project": ""}),
+    *((kind, {"sandbox": None}) for kind in (PythonSandbox, CodeTests)),
+    (PythonSandbox, {"sandbox": Jail(), "step_timeout_s": 5.0}),
+    (CodeTests, {"sandbox": Jail(), "timeout_s": 60.0}),
+    # services
+    *((Endpoint, {"base_url": url}) for url in ("localhost:8000", "ftp://host/", "http://", "http://host:99999")),
+    *((REMOTE, {name: 0}) for name in ("max_concurrency", "timeout_s")), (REMOTE, {"retries": -1}),
+    (REMOTE, {"total_timeout_s": nan}), (REMOTE, {"requests_per_minute": -5.0}), (REMOTE, {"max_answer_mib": inf}),
+    (REMOTE, {"backoff_s": 61.0}), (REMOTE, {"key_header": "X Key"}), (REMOTE, {"headers": {"X": "a\nb"}}, "headers.X"),
     (Trackers, {"jsonl": "yes"}),
 ]  # fmt: skip
 
@@ -213,5 +229,7 @@ REFUSED_RUNS = [  # overrides, and what is blamed
     ids=lambda given: getattr(given, "__name__", str(given)[:90]),
 )
 def test_what_does_not_go_together_is_refused_by_name(overrides, paths):
+    values = [f"++{word.lstrip('+')}" for word in overrides if "." in word.partition("=")[0]]
+    options = [word for word in overrides if "." not in word.partition("=")[0]]
     with refusal(*paths):
-        validate(compose_root("ppo", overrides))
+        validate(compose_root("ppo", [*options, *values]))  # values behind options are set in what is composed once

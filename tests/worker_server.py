@@ -1,11 +1,12 @@
-"""Processes of workers and engines without the seconds of processor time that their imports take.
+"""Processes of workers, engines and scripts without the seconds of processor time that their imports take.
 
     ChildProcess ──Popen──> server ──clone──> worker: a child of this process, with the given environment and files
 
-A process that has imported what they import is copied for each of them, as in `faults.fork_server`. The copy is a
-child of the process that asks, as one that `subprocess` starts is (CLONE_PARENT). Started anew are: those of other
-processes than this one, and those whose environment differs in a variable that is read while modules are imported, as
-that of vLLM does.
+A process that has imported everything is copied for each of them. It computes nothing before, so that a copy is as a
+fresh interpreter: no thread, no tensor, no seed. The copy is a child of the process that asks, as one that
+`subprocess` starts is (CLONE_PARENT). Started anew are workers of other processes than this one, and those whose
+environment differs in a variable that is read while modules are imported, as that of vLLM does. Scripts:
+`faults.fork_server`.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ import contextlib
 import ctypes
 import fcntl
 import gc
+import importlib
 import json
 import os
+import pkgutil
 import platform
 import signal
 import socket
@@ -50,6 +53,26 @@ READ_AT_IMPORT = (  # beginnings of variables that the interpreter, the loader o
     "VLLM_",
 )
 MOST_BYTES = 1 << 20
+LAZY = (  # what a run imports when it comes to it
+    "peft",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.qwen2.modeling_qwen2",
+    "transformers.models.qwen2.tokenization_qwen2",
+    "transformers.masking_utils",
+    "torch._dynamo",
+    "rich.console",
+    "rich.live",
+    "rich.progress",
+    "rich.table",
+    "rich.traceback",
+    "hydra.main",
+    "hydra._internal.hydra",
+    "hydra.plugins.sweeper",
+    "hydra._internal.core_plugins.basic_launcher",
+    "hydra._internal.core_plugins.basic_sweeper",
+)
+# Heavy, or with threads, and not used
+NOT_LOADED = {"wandb", "tensorboard", "vllm", "ray", "cli", "replay", "adapter", "service"}
 
 forked: dict[int, Mapping[str, str]] = {}  # pids of the workers of this process, and their environments
 
@@ -69,27 +92,13 @@ class WorkerServer:
         self._lock = threading.Lock()
         assert self._socket.recv(MOST_BYTES) == b"1", "threads, of which a copy would have one"
 
-    def fork(self, module: str, options: Mapping[str, Any]) -> int:
-        """The pid of a copy that is `module`, with files and environment of these options of `subprocess.Popen`."""
-        output = options["stdout"]
-        out = 1 if output is None else output if isinstance(output, int) else output.fileno()
-        err = 2 if options["stderr"] is None else out
-        wanted = {1: out, 2: err} | {number: number for number in options["pass_fds"]}
-        order = {
-            "module": module,
-            "environment": dict(options["env"]),
-            "directory": os.getcwd(),
-            "files": list(wanted),
-            "own_session": options["start_new_session"],
-            "cores": sorted(os.sched_getaffinity(0)),
-        }
-        files = array.array("i", wanted.values())
+    def fork(self, order: Mapping[str, Any], files: Mapping[int, int]) -> int:
+        """The pid of a copy that carries an order out, with files by their numbers in it."""
+        whole = {**order, "files": [*files], "cores": sorted(os.sched_getaffinity(0))}
+        given = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files.values()))]
         with self._lock:
-            self._socket.sendmsg([json.dumps(order).encode()], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, files)])
-            pid = int(self._socket.recv(MOST_BYTES))
-        if module == MODULES[0]:
-            forked[pid] = order["environment"]
-        return pid
+            self._socket.sendmsg([json.dumps(whole).encode()], given)
+            return int(self._socket.recv(MOST_BYTES))
 
     def close(self) -> None:
         self._socket.close()
@@ -100,22 +109,36 @@ class WithCopies:
     """The module `subprocess`, whose `Popen` copies the server for a worker. The first one starts the server."""
 
     def __init__(self) -> None:
-        self.server: WorkerServer | None = None
-        modules, environment, one_at_a_time = self, dict(os.environ), threading.Lock()
+        self._server: WorkerServer | None = None
+        self._environment, self._one_at_a_time = dict(os.environ), threading.Lock()
+        modules, environment = self, self._environment
 
         class Popen(subprocess.Popen):
             def __init__(self, command: Any, **options: Any):
                 if not is_as_a_copy(command, options, environment):
                     super().__init__(command, **options)
                     return
-                with one_at_a_time:
-                    modules.server = modules.server or WorkerServer(environment)
+                output = options["stdout"]
+                out = 1 if output is None else output if isinstance(output, int) else output.fileno()
+                files = {1: out, 2: 2 if options["stderr"] is None else out} | {n: n for n in options["pass_fds"]}
+                order = {"module": command[-1], "environment": dict(options["env"]), "directory": os.getcwd()}
                 self.args, self.returncode, self._child_created = command, None, True
                 self._waitpid_lock = threading.Lock()
                 self.stdin = self.stdout = self.stderr = None
-                self.pid = modules.server.fork(command[-1], options)
+                self.pid = modules.server().fork({**order, "own_session": options["start_new_session"]}, files)
+                if command[-1] == MODULES[0]:
+                    forked[self.pid] = order["environment"]
 
         self.Popen = Popen
+
+    def server(self) -> WorkerServer:
+        with self._one_at_a_time:
+            self._server = self._server or WorkerServer(self._environment)
+        return self._server
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(subprocess, name)
@@ -130,20 +153,20 @@ def is_as_a_copy(command: Any, options: Mapping[str, Any], environment: Mapping[
 
 
 @contextlib.contextmanager
-def in_use() -> Iterator[None]:
+def in_use() -> Iterator[WithCopies | None]:
     """Workers of this process are copies meanwhile, on a system that can make them."""
     if platform.system() != "Linux" or platform.machine() not in CLONE:
-        yield
+        yield None
         return
     from verl.utils.child_process import process
 
-    before, process.subprocess = process.subprocess, WithCopies()  # type: ignore[assignment]
+    before, copies = process.subprocess, WithCopies()
+    process.subprocess = copies  # type: ignore[assignment]
     try:
-        yield
+        yield copies
     finally:
-        server, process.subprocess = process.subprocess.server, before
-        if server is not None:
-            server.close()
+        process.subprocess = before
+        copies.close()
 
 
 # In the server's process
@@ -151,11 +174,9 @@ def in_use() -> Iterator[None]:
 
 def serve(orders: socket.socket) -> None:
     """Make copies as asked, until the test's process hangs up."""
-    from faults.fork_server import import_everything
-
     gc.disable()
     import_everything()
-    gc.freeze()
+    gc.freeze()  # what was imported is not garbage of a copy, and need not be copied for it
     orders.send(str(len(os.listdir("/proc/self/task"))).encode())
     while True:
         message, files, _, _ = socket.recv_fds(orders, MOST_BYTES, 64)
@@ -175,6 +196,19 @@ def serve(orders: socket.socket) -> None:
             os.close(number)
 
 
+def import_everything() -> None:
+    """Import what trainers and workers import, and nothing that starts a thread."""
+    import verl
+
+    names = [module.name for module in pkgutil.walk_packages(verl.__path__, "verl.")]
+    for name in [*(name for name in names if not NOT_LOADED & set(name.replace("_", ".").split("."))), *LAZY]:
+        with contextlib.suppress(ImportError):  # of what is not installed; a copy that needs it says so itself
+            importlib.import_module(name)
+    from verl.compose.compose import compose_root
+
+    compose_root("ppo", ["actor.lora={rank:1}", "trainer.seed=1", "data=files"])  # the parser learns its grammar
+
+
 def _copy() -> int:
     """`os.fork`, but the copy's parent is this process's."""
     python = ctypes.pythonapi  # the interpreter's lock is held meanwhile
@@ -186,7 +220,7 @@ def _copy() -> int:
 
 
 def _become(order: Mapping[str, Any], files: list[int], begun: int) -> None:
-    """Be `python -m MODULE`."""
+    """Be `python -m MODULE`, or a script."""
     gc.enable()
     (os.setsid if order["own_session"] else os.setpgrp)()
     os.close(begun)
@@ -201,6 +235,10 @@ def _become(order: Mapping[str, Any], files: list[int], begun: int) -> None:
     for number, target in zip(above, order["files"], strict=True):
         os.dup2(number, target)
         os.close(number)
+    if "module" not in order:
+        from faults.fork_server import run_script
+
+        run_script(order)
     from verl.utils.child_process.process import run_child
 
     run_child(order["module"])

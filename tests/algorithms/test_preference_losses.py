@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from refusals import refusal
 
 from verl.algorithms.preference_losses import DPO, IPO, KTO, ORPO, BradleyTerry, PreferenceRows, SimPO, evaluated
 
@@ -128,8 +127,3 @@ def test_extreme_scores_give_finite_losses_and_coefficients(loss):
     coefs, metrics = evaluated(loss, PreferenceRows(scores, torch.ones(4), chosen, reference))
     assert torch.isfinite(coefs).all()
     assert math.isfinite(metrics["loss"])
-
-
-def test_a_label_smoothing_of_a_half_prefers_nothing_and_is_refused():
-    with refusal("label_smoothing", value=0.5):
-        DPO(label_smoothing=0.5)

@@ -72,6 +72,7 @@ def test_a_file_is_answered_by_the_template_at_temperature_1_with_intervals(dir3
     assert json.loads(Path(told["results"]).read_text().splitlines()[1])["prompt"] == "0+1="
 
 
+@pytest.mark.slow
 def test_a_killed_evaluation_continues_and_comes_to_the_same(dir32, file, tmp_path, monkeypatch):
     whole = evaluated(dir32, "--data", file, *OPTIONS)
     real, asked = PPOTrainer.evaluation_records, []
@@ -109,6 +110,7 @@ def test_the_length_of_responses_is_that_of_the_model(dir32, file, tmp_path):
     assert described.data.max_prompt_length == 59
 
 
+@pytest.mark.first_rows(1)
 @pytest.mark.parametrize("option", ["rollout=hf", "rollout=auto"])
 def test_another_engine_samples_as_the_run_did_and_not_as_a_default(option, dir32, file, tmp_path):
     """Options of groups are composed over what sets lengths and temperatures for the built-in sums."""

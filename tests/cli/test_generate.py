@@ -98,6 +98,7 @@ def test_plain_weights_are_evaluated_on_a_file_by_the_default_reward(model32, tm
     assert set(told["intervals"]) == {"eval/accuracy"}
 
 
+@pytest.mark.slow
 def test_weights_without_rows_of_their_own_are_evaluated_on_sums_only_if_the_command_says_so(model32):
     options = ("rollout.max_new_tokens=1", "trainer.eval_samples=0", "trainer.num_threads=1")
     for command in ("eval", "generate"):

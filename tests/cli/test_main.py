@@ -41,6 +41,7 @@ app()
 """
 
 
+@pytest.mark.first_rows(1)
 @pytest.mark.parametrize("command", ["by-rich", "in-full"])
 def test_a_command_whose_reader_leaves_ends_without_a_word(command):
     read, write = os.pipe()

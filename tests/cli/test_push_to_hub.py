@@ -1,14 +1,12 @@
 """An export reaches a hub: huggingface_hub talks to a server on this machine."""
 
 import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
+from cli import test_checkpoint
 from cli.hub_server import TOKEN, Hub
-from golden_run import golden_run
-from typer.testing import CliRunner
-
-from verl.cli.main import app
 
 
 @pytest.fixture
@@ -24,16 +22,7 @@ def hub(monkeypatch):
     server.server_close()
 
 
-def export(*arguments: object) -> tuple[int, str, str]:
-    """Exit status, output, and what was said on standard error."""
-    result = CliRunner().invoke(app, ["checkpoint", "export", *map(str, arguments)])
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    return result.exit_code, result.stdout, result.stderr
-
-
-@pytest.fixture
-def directory(tmp_path) -> Path:
-    return golden_run(tmp_path / "checkpoints")
+directory, export = test_checkpoint.directory, partial(test_checkpoint.run, "export")
 
 
 def stored(folder: Path) -> dict[str, bytes]:

@@ -19,17 +19,24 @@ SHORT = ["tracker=jsonl", "trainer.total_steps=2", "trainer.save_final=false", "
 
 @pytest.fixture(scope="module")
 def trained(fork_server, model32, tmp_path_factory) -> Path:
-    """Two equal runs, one resumed from the first at another rate, and one that was killed."""
+    """Two equal runs, and one resumed from the first at another rate."""
     directory = tmp_path_factory.mktemp("trained")
-
-    def start(name: str, *overrides: str):
-        saving = f"checkpoint.save_dir={directory / 'saved' / name}"
-        return fork_server.start(directory, name, [*small_run(model32, directory), *SHORT, saving, *overrides])
-
     resumed = f"resume={directory / 'saved/first/global_step_1'}"
     for name, overrides in (("first", ()), ("same", ()), ("second", (resumed, "actor.optimizer.lr=2e-3"))):
-        assert start(name, *overrides).wait(240) == 0, (directory / f"{name}.log").read_text()
-    process = start("killed", "trainer.total_steps=100000")
+        child = started(fork_server, model32, directory, name, *overrides)
+        assert child.wait(240) == 0, child.said()
+    return directory
+
+
+def started(fork_server, model, directory: Path, name: str, *overrides: str):
+    saving = f"checkpoint.save_dir={directory / 'saved' / name}"
+    return fork_server.start(directory, name, [*small_run(model, directory), *SHORT, saving, *overrides])
+
+
+@pytest.fixture
+def killed(fork_server, model32, trained) -> Path:
+    """The directory of those, and of one that was killed."""
+    directory, process = trained, started(fork_server, model32, trained, "killed", "trainer.total_steps=100000")
     try:
         while process.is_running() and not (directory / "killed/metrics.jsonl").is_file():
             time.sleep(0.01)
@@ -64,7 +71,7 @@ def listed(directory: Path) -> list[dict]:
 
 
 @pytest.mark.slow
-def test_the_list_has_status_last_metrics_size_and_parent_of_every_run(trained):
+def test_the_list_has_status_last_metrics_size_and_parent_of_every_run(trained, killed):
     runs = {Path(run["directory"]).name: run for run in listed(trained)}
     assert {name: run["status"] for name, run in runs.items()} == {
         "first": "finished", "same": "finished", "second": "finished", "killed": "killed",

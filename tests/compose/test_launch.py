@@ -45,6 +45,14 @@ def run(tmp_path: Path, *arguments: str, environment: dict[str, str] | None = No
     return subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, env=env, check=False)
 
 
+def written(tmp_path: Path, *lines: str, before: str = "", after: str = "") -> str:
+    """The path of a script whose main function has these lines."""
+    body = "\n    ".join(lines)
+    main = f"from verl.compose.launch import entry_point\n@entry_point('sft')\ndef main(job):\n    {body}\n"
+    (tmp_path / "script.py").write_text(f"{before}\n{main}{after}\nmain()\n")
+    return str(tmp_path / "script.py")
+
+
 @pytest.fixture
 def run_script(fork_server: ForkServer, tmp_path: Path) -> Callable[..., subprocess.CompletedProcess]:
     """Run a script in a process that has imported everything already."""
@@ -65,33 +73,26 @@ def test_help_lists_the_groups_and_neither_help_nor_check_imports_anything_heavy
     assert max(len(line) for root in ROOTS for line in help_text(root).splitlines()) <= 80
 
 
+def without_reader(words: list[str], tmp_path: Path, output: str = "pipe") -> subprocess.CompletedProcess:
+    read, write = os.pipe() if output == "pipe" else (os.open(output, os.O_RDONLY), os.open(output, os.O_WRONLY))
+    os.close(read)
+    with os.fdopen(write, "wb") as lost:
+        return subprocess.run(
+            [sys.executable, *words], stdout=lost, stderr=subprocess.PIPE, text=True, cwd=tmp_path, check=False
+        )
+
+
 @pytest.mark.parametrize("flags", [["--help"], *exhaustive(["--cfg", "job"])])
 def test_a_reader_that_leaves_is_no_error_of_what_is_only_shown(flags, tmp_path):
-    read, write = os.pipe()
-    os.close(read)
-    words = [sys.executable, str(ROOT / "main_ppo.py"), *flags]
-    done = subprocess.run(words, stdout=write, stderr=subprocess.PIPE, text=True, cwd=tmp_path, check=False)
-    os.close(write)
+    done = without_reader([str(ROOT / "main_ppo.py"), *flags], tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("output", ["pipe", "/dev/full"])
 def test_an_output_that_is_lost_does_not_end_a_run(output, tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import sys\nfrom verl.compose.launch import entry_point\n"
-        "@entry_point('sft')\n"
-        "def main(job):\n"
-        "    job.record()\n"
-        "    print('a reward that prints', flush=True)\n"
-        "    sys.stderr.write('it trains')\n"
-        "main()\n"
-    )
-    read, write = os.pipe() if output == "pipe" else (os.open(output, os.O_RDONLY), os.open(output, os.O_WRONLY))
-    os.close(read)
-    words = [sys.executable, str(script)]
-    done = subprocess.run(words, stdout=write, stderr=subprocess.PIPE, text=True, cwd=tmp_path, check=False)
-    os.close(write)
+    lines = ("job.record()", "print('a reward that prints', flush=True)", "sys.stderr.write('it trains')")
+    done = without_reader([written(tmp_path, *lines, before="import sys")], tmp_path, output)
     assert (done.returncode, done.stderr) == (0, "it trains")
 
 
@@ -110,6 +111,7 @@ REFUSED = [  # script, words, and a sentence that is told once
 ]
 
 
+@pytest.mark.first_rows(2)
 @pytest.mark.parametrize(("name", "words", "said"), REFUSED)
 def test_a_refusal_is_printed_once_without_traceback_with_status_2_and_leaves_no_directory(
     name, words, said, tmp_path, run_script
@@ -144,23 +146,14 @@ def test_what_this_machine_lacks_is_refused_before_the_warm_start_and_leaves_not
 
 
 def test_a_run_that_is_refused_while_it_is_built_leaves_no_directory(tmp_path, run_script):
-    script = tmp_path / "script.py"
-    script.write_text(
-        "from verl.compose.launch import entry_point\nfrom verl.errors import ConfigError\n@entry_point('sft')\n"
-        "def main(job):\n    job.record()\n    (job.run_dir / 'plan.txt').touch()\n"
-        "    raise ConfigError('data.x is 1: no.')\nmain()\n"
-    )
-    done = run_script(str(script))
+    lines = ("job.record()", "(job.run_dir / 'plan.txt').touch()", "raise ConfigError('data.x is 1: no.')")
+    done = run_script(written(tmp_path, *lines, before="from verl.errors import ConfigError"))
     assert (done.returncode, done.stderr) == (2, "data.x is 1: no.\n")
     assert [path.name for path in tmp_path.iterdir()] == ["script.py"]
 
 
 def test_a_second_run_is_refused_while_another_writes_into_its_directory(tmp_path, run_script):
-    script = tmp_path / "script.py"
-    script.write_text(
-        "from verl.compose.launch import entry_point\n@entry_point('sft')\ndef main(job):\n    job.record()\nmain()\n"
-    )
-    words = (str(script), f"hydra.run.dir={tmp_path / 'run'}", "trainer.seed=7")
+    words = (written(tmp_path, "job.record()"), f"hydra.run.dir={tmp_path / 'run'}", "trainer.seed=7")
     lock = RunLock(tmp_path / "run", Owner.here(), "hydra.run.dir")
     assert lock.acquire() is None
     (tmp_path / "run/config.yaml").write_text("of the first\n")
@@ -177,26 +170,17 @@ def test_a_second_run_is_refused_while_another_writes_into_its_directory(tmp_pat
 
 
 FAILING = """
-from verl.compose.launch import entry_point
 from verl.errors import RewardError, CheckpointError, StorageError, WorkerError
 
 def reward():
-    return 1 / 0
-
-@entry_point('sft')
-def main(job):
-    job.record()
     try:
-        try:
-            reward()
-        except ZeroDivisionError as error:
-            raise RewardError("The reward function reward() failed.") from error
-    except RewardError as error:
-        {raised}
-main()
+        return 1 / 0
+    except ZeroDivisionError as error:
+        raise RewardError("The reward function reward() failed.") from error
 """
 
 
+@pytest.mark.first_rows(1)
 @pytest.mark.parametrize(
     ("raised", "first", "traces"),
     [
@@ -214,9 +198,8 @@ main()
 def test_a_failed_run_says_the_sentence_that_matters_and_then_one_traceback_at_most(
     raised, first, traces, tmp_path, run_script
 ):
-    script = tmp_path / "script.py"
-    script.write_text(FAILING.format(raised=raised))
-    done = run_script(str(script))
+    lines = ("job.record()", "try:", "    reward()", "except RewardError as error:", f"    {raised}")
+    done = run_script(written(tmp_path, *lines, before=FAILING))
     assert done.returncode == 1
     assert done.stderr.splitlines()[0] == first
     assert (done.stdout + done.stderr).count("Traceback (most recent call last)") == traces
@@ -238,12 +221,7 @@ def test_cfg_job_prints_yaml_alone_on_standard_output(tmp_path, run_script):
     [("KeyboardInterrupt()", 130, "interrupted"), ("RuntimeError('broken: api_key=abcdefgh12345')", 1, "Traceback")],
 )
 def test_an_interrupted_or_failed_run_ends_with_its_status_and_tells_no_secret(raised, status, said, tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(
-        f"from verl.compose.launch import entry_point\n@entry_point('sft')\ndef main(job):\n    raise "
-        f"{raised}\nmain()\n"
-    )
-    done = run(tmp_path, str(script))
+    done = run(tmp_path, written(tmp_path, f"raise {raised}"))
     assert done.returncode == status
     assert said in done.stderr
     assert "abcdefgh12345" not in done.stderr
@@ -260,19 +238,10 @@ def test_several_processes_of_torchrun_are_refused_with_what_to_do(tmp_path, run
 
 @pytest.mark.exhaustive
 def test_a_sweep_gives_each_job_its_values_and_directory(tmp_path, run_script):
-    script = tmp_path / "script.py"
-    script.write_text(
-        "from verl.compose.launch import entry_point\n"
-        "from verl.errors import ConfigError\n"
-        "@entry_point('sft')\n"
-        "def main(job):\n"
-        "    if job.config.trainer.seed == 5:\n"
-        "        raise ConfigError('trainer.seed is 5.')\n"
-        "    job.record()\n"
-        "    print('JOB', job.config.trainer.seed, job.run_dir.relative_to(job.run_dir.parents[3]))\n"
-        "main()\n"
-    )
-    done = run_script(str(script), "-m", "trainer.seed=3,4,5")
+    lines = ("if job.config.trainer.seed == 5:", "    raise ConfigError('trainer.seed is 5.')", "job.record()")
+    told = "print('JOB', job.config.trainer.seed, job.run_dir.relative_to(job.run_dir.parents[3]))"
+    script = written(tmp_path, *lines, told, before="from verl.errors import ConfigError")
+    done = run_script(script, "-m", "trainer.seed=3,4,5")
     jobs = [line.split() for line in done.stdout.splitlines() if line.startswith("JOB")]
     assert [job[1] for job in jobs] == ["3", "4"], done.stderr
     assert [Path(job[2]).name for job in jobs] == ["0", "1"]
@@ -312,15 +281,9 @@ def test_a_chain_of_causes_that_is_a_ring_ends_in_a_message(length):
 
 
 def test_a_run_ends_with_one_sentence_at_ctrl_c_again_and_again(tmp_path, run_script):
-    script = tmp_path / "script.py"
     end = "os.kill(os.getpid(), signal.SIGINT)"
-    again = f"for _ in range(4): {end}; time.sleep(0.01)"
-    script.write_text(
-        "import atexit, os, signal, time\nfrom verl.compose.launch import entry_point\n"
-        f"@entry_point('sft')\ndef main(job):\n    {end}\n    time.sleep(9)\n"
-        f"@atexit.register\ndef late():\n    {again}\nmain()\n"
-    )
-    done = run_script(str(script))
+    late = f"@atexit.register\ndef late():\n    for _ in range(4): {end}; time.sleep(0.01)"
+    done = run_script(written(tmp_path, end, "time.sleep(9)", before="import atexit, os, signal, time", after=late))
     assert done.returncode == 130, done.stderr
     assert done.stderr.startswith("interrupted"), done.stderr
     assert len(done.stderr.splitlines()) == 1

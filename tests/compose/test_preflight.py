@@ -72,6 +72,7 @@ def test_a_run_with_ray_is_planned_where_ray_is_not_installed_and_refused_before
         refuse_here(run)
 
 
+@pytest.mark.slow
 def test_another_training_is_refused_by_its_keys_before_anything_is_built(model32, tmp_path):
     storage = LocalStorage(path=str(tmp_path / "bucket"))
     directory = fit(run(model32, storage=storage))
@@ -87,6 +88,7 @@ def test_another_training_is_refused_by_its_keys_before_anything_is_built(model3
     assert sorted(tmp_path.rglob("*")) == before
 
 
+@pytest.mark.slow
 def test_a_place_of_a_store_that_a_living_run_of_another_machine_holds_is_refused_before_anything_is_built(
     model32, tmp_path, monkeypatch
 ):

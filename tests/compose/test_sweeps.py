@@ -52,6 +52,7 @@ def test_a_sweep_file_makes_a_multirun_of_it(option):
     assert any("," in str(values) for values in config.hydra.sweeper.params.values())
 
 
+@pytest.mark.first_rows(1)
 @pytest.mark.parametrize(
     ("sharding", "processes"), [("none", 1), ("ddp", 2), ("fsdp", 2), ("tp", 2), ("cp", 2), ("pp", 2)]
 )

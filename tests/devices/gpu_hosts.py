@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
 from typing import Any
+
+from cluster.toy_roles import ToyPlace
 
 from verl.component import BuildContext, Description, component
 from verl.engines.sharding import DDP, Sharding
@@ -19,17 +20,6 @@ class GpuTeller:
     def gpu(self) -> tuple[str, str | None, bool]:
         """The device that the process was told, what it sees, and whether others are there too."""
         return self.context.device, os.environ.get("CUDA_VISIBLE_DEVICES"), self.context.shares_device
-
-
-@dataclass
-class GpuPlace:
-    roles: dict[str, Any] = field(default_factory=dict)
-
-    def call(self, role: str, method: str, args: tuple[Any, ...]) -> Any:
-        return getattr(self.roles[role], method)(*args)
-
-    def close(self) -> None:
-        self.roles.clear()
 
 
 @component
@@ -47,5 +37,5 @@ class GpuHost(Description):
     def only(self, roles: Any, size: int) -> GpuHost:
         return GpuHost(names=tuple(roles))
 
-    def build(self, context: BuildContext) -> GpuPlace:
-        return GpuPlace({name: GpuTeller(context) for name in self.names})
+    def build(self, context: BuildContext) -> ToyPlace:
+        return ToyPlace({name: GpuTeller(context) for name in self.names})

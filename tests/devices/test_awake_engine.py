@@ -36,6 +36,7 @@ def run_of(*choices):
     return validate(compose_root("ppo", [*sizes, *choices]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [2, *exhaustive(1)], ids=["two GPUs", "one GPU"])
 def test_a_sleeping_engine_keeps_its_context_and_communicators_in_every_phase_but_its_own(workers):
     fsdp = ("sharding=fsdp", "trainer.n_gpus_per_node=2", *SLEEPS, f"rollout.tensor_parallel_size={workers}")
@@ -67,6 +68,7 @@ def test_an_engine_that_never_rests_is_in_every_phase(choices):
     assert not memory_plan(run_of(*choices), device_named("cpu")).stays_awake
 
 
+@pytest.mark.first_rows(1)
 @pytest.mark.parametrize(("gib", "sleeps"), [(40, False), (3.3, True)])
 def test_by_default_it_sleeps_only_where_it_does_not_fit_beside_the_trainer(gib, sleeps, monkeypatch, tmp_path):
     monkeypatch.setattr(run_plan, "free_memory", lambda device, processes: int(gib * 2**30))
@@ -81,6 +83,7 @@ def test_by_default_it_sleeps_only_where_it_does_not_fit_beside_the_trainer(gib,
     assert on_cpu.decided(run).rollout.sleep is True
 
 
+@pytest.mark.first_rows(1)
 @pytest.mark.parametrize(("gib", "sleeps"), [(40, False), (0.7, True)])
 def test_hf_keeps_its_keys_and_graphs_through_a_step_where_they_fit_beside_the_trainer(gib, sleeps):
     run = replace(run_of(), rollout=HFRollout(max_new_tokens=16))

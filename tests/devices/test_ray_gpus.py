@@ -60,6 +60,7 @@ def placed(settings):
     return run.trainer.placement, run.trainer.n_gpus_per_node
 
 
+@pytest.mark.slow
 def test_every_row_of_the_document_is_a_placement():
     rows = documented_placements()
     assert len(rows) >= 5

@@ -64,6 +64,7 @@ def test_an_update_waits_for_the_device_as_often_with_many_micro_batches_as_with
     assert sum(found[25].values()) <= PER_UPDATE, found[25]
 
 
+@pytest.mark.slow
 def test_a_packed_layer_computed_by_the_kernel_takes_half_of_the_operations_that_packing_adds(monkeypatch, pretended):
     """Operations of a layer and micro-batch, forward and backward: 172 of padded rows, and 271 under masks."""
     draw = torch.Generator().manual_seed(0)

@@ -48,6 +48,7 @@ def replaced(batch, **fields):
     return DataProto.from_dict({**batch.batch, **fields})
 
 
+@pytest.mark.first_rows(2)
 @pytest.mark.parametrize("role", [start_actor, start_critic])
 @pytest.mark.parametrize("budget", [1, 45])
 def test_the_token_budget_changes_neither_gradients_nor_weights_nor_metrics(model64, batch, role, budget):

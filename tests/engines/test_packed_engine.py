@@ -16,6 +16,7 @@ def pair(start, **options):
     return [start(MODEL, packing=packing, **options) for packing in ("auto", "off")]
 
 
+@pytest.mark.first_rows(1)
 @pytest.mark.parametrize(("budget", "checkpointing"), each_value_once([60, 10_000], [False, True]))
 def test_actor_and_critic_do_the_same_packed_and_padded(budget, checkpointing, prompts):
     options = {"micro_batch_tokens": budget, "gradient_checkpointing": checkpointing}

@@ -292,6 +292,7 @@ def test_what_is_no_answer_of_an_environment_is_a_failure_of_ours(model, answer)
     assert all("episodes.py, " not in record["infra"][0] for record in rows["episode"])
 
 
+@pytest.mark.first_rows(1)
 @pytest.mark.parametrize(("how", "retries"), [("refill", 0), ("refill", 1), ("drop_member", 1)])
 def test_after_faults_of_any_kind_a_group_has_two_members_or_none(model, how, retries):
     """200 groups, in each of which other calls fail."""

@@ -251,6 +251,7 @@ PACKAGES = {
 }
 
 
+@pytest.mark.first_rows(1)
 @pytest.mark.parametrize("package", short_where(PACKAGES, ["Box", "gymnasium"].__contains__))
 def test_a_task_that_a_package_does_not_have_is_refused_before_anything_is_loaded(package):
     given, words = PACKAGES[package]

@@ -82,6 +82,7 @@ def compared(path: str, rows: DataProto, log_probs: torch.Tensor) -> int:
     return count
 
 
+@pytest.mark.first_rows(1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_log_probs_of_each_turn_are_those_of_a_plain_forward_pass_with_all_images_so_far(family, saved):
     source, counter = saved(family), iter(range(10, 1000))
@@ -99,6 +100,7 @@ def test_log_probs_of_each_turn_are_those_of_a_plain_forward_pass_with_all_image
     assert small.startswith("data:image/png;base64,")
 
 
+@pytest.mark.first_rows(1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_turns_of_equal_tokens_and_other_images_are_drawn_each_with_its_own(family, saved):
     source, counter = saved(family), iter(range(10, 1000))

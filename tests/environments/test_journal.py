@@ -102,6 +102,7 @@ def uninterrupted(model, tmp_path_factory):
     return life(model, tmp_path_factory.mktemp("whole"), answer), answer
 
 
+@pytest.mark.first_rows(1)
 @pytest.mark.parametrize("recovery", ["stateless", "deterministic", "restart"])
 def test_lives_that_end_inside_of_episodes_come_to_the_same_tokens(model, tmp_path, uninterrupted, recovery):
     whole, all_asked = uninterrupted

@@ -112,6 +112,7 @@ ESTIMATORS = [
 ]
 
 
+@pytest.mark.first_rows(3)
 @pytest.mark.parametrize("estimator", ESTIMATORS, ids=lambda x: type(x).__name__)
 def test_every_estimator_credits_an_episode_as_if_observations_were_not_there(estimator):
     rows = played(started(Algorithm(advantage=GRPO(), policy_loss=PPOClip())))

@@ -13,7 +13,7 @@ from verl.rollout.base import GenerationRequest
 
 EACH = tuple(range(6, 100))  # every character ends a turn
 WORLD = """
-import asyncio, ctypes, gc, os, re, signal, sys, threading, time
+import asyncio, ctypes, gc, os, signal, sys, threading, time
 
 import numpy as np
 
@@ -128,7 +128,7 @@ ENDS_ITS_PROCESS = {
     "ctypes.string_at(0)": "has ended (signal SIGSEGV)",
     "os.kill(os.getpid(), signal.SIGKILL) or time.sleep(20)": "has ended (signal SIGKILL",
     "os.killpg(0, signal.SIGKILL) or time.sleep(20)": "has ended (signal SIGKILL",
-    "os.closerange(3, 500)": "has ended (exit status 1)",
+    "os.closerange(3, 500)": "has ended (exit status",  # of whichever thread sees it first
     "os.write(REPLIES.channel.fileno(), bytes([0] * 7 + [9]) + b'{not json') and time.sleep(20)": "is not JSON",
     "os.kill(os.getpid(), signal.SIGSTOP) or time.sleep(20)": "it is stopped",
     "threading.Thread(target=os._exit, args=(4,)).start() or time.sleep(20)": "has ended (exit status 4)",
@@ -156,10 +156,10 @@ SCORED = {
     "LOCK.acquire() and time.sleep(60)": ("timeout", 1.0),
     "waits()": ("terminated", 3.0),  # for another episode
     "time.sleep(60)": ("timeout", 1.0),
-    "exec('while True: pass')": ("timeout", 1.0),
+    "exec('while True: time.perf_counter() % 1 < 0.2 or time.sleep(0.01)')": ("timeout", 1.0),
     "asyncio.sleep(60)": ("timeout", 1.0),
 }
-HOLDS_ITS_PROCESS = dict.fromkeys(("re.match('(a+)+b', 'a' * 60)", "ctypes.PyDLL(None).sleep(30)"), ("timeout", 1.0))
+HOLDS_ITS_PROCESS = {"ctypes.PyDLL(None).sleep(30)": ("timeout", 1.0)}
 INNOCENT = ["" for _ in range(12)]
 LIMIT_S = 10.0  # of what ends by itself, on a busy machine too
 

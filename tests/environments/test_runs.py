@@ -186,6 +186,7 @@ def test_a_template_whose_calls_cannot_be_read_is_refused_before_weights_load(tm
         PPOTrainer(run, BuildContext(run_dir=tmp_path / "run"))
 
 
+@pytest.mark.slow
 def test_the_tools_of_the_environment_stand_in_the_prompts_of_the_users_files(tmp_path, caplog):
     (tmp_path / "tools.py").write_text(
         'def population(city: str) -> int:\n    """Inhabitants of a city."""\n    return 1\n'

@@ -10,7 +10,6 @@ import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import torch
 import torch.distributed.device_mesh as device_mesh
 import torch.distributed.distributed_c10d as distributed_c10d
 from cluster.processes_of import LABORATORY
+from cluster.toy_roles import ToyPlace
 from collective_bytes import bytes_of_update
 from equivalence.one_update import one_update
 from same_training import Training, run_course
@@ -271,14 +271,8 @@ class Bench:
         return os.getpid()
 
 
-@dataclass
-class Room:
+class Room(ToyPlace):
     """A process of the laboratory."""
-
-    workers: dict[str, Any] = field(default_factory=dict)
-
-    def call(self, role: str, method: str, args: tuple[Any, ...]) -> Any:
-        return getattr(self.workers[role], method)(*args)
 
     def close(self) -> None:
         self.workers["bench"].group.close()

@@ -26,6 +26,7 @@ def state(directory) -> dict:
     return json.loads((newest(directory).directory / "dataloader/state.json").read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", short_where(RUNS, "ahead".__eq__))
 def test_a_run_goes_on_from_any_step_with_the_prompts_that_it_would_have_had(name, model32, tmp_path):
     algorithm, more = RUNS[name]

@@ -59,6 +59,7 @@ def uninterrupted(model32, tmp_path_factory) -> Path:
     return finished("ppo", model32, tmp_path_factory.mktemp("ppo"), save_final=True)
 
 
+@pytest.mark.slow
 def test_saving_changes_no_number_and_both_ways_of_saving_write_the_same(uninterrupted, model32, tmp_path):
     same_training(saved(finished("ppo", model32, tmp_path / "sync", save={"save_async": False})), saved(uninterrupted))
     off = course(model32, tmp_path / "off", ADAPTIVE, eval_interval=2)

@@ -23,6 +23,7 @@ def reusing(algorithm, model, directory: Path, save=None, **options):
     return dataclasses.replace(run, storage=LocalStorage(path=str(directory.parent / "store")))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "algorithm",
     [pytest.param(PPO_ALGORITHM, id="ppo", marks=pytest.mark.exhaustive), pytest.param(GRPO_ALGORITHM, id="grpo")],

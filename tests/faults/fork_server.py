@@ -1,23 +1,16 @@
-"""Starts trainers and scripts in a tenth of the time: a process that has imported everything forks a child for each.
+"""Starts trainers and scripts in a tenth of the time: a process that has imported everything is copied for each.
 
-    test ──start──> server ──fork──> child: `python main_ppo.py ...`, in a session of its own
-         <──pid───                     killed by the test, or by itself at a given place of the code
-         ──wait───> server             its exit status
-
-The server computes nothing before it forks, so that a child is as a fresh interpreter: no thread, no tensor, no seed.
+test ──order──> worker_server ──clone──> child: `python main_ppo.py ...`, in a session of its own
+     <──pid───                           killed by the test, or by itself at a given place of the code
 """
 
 from __future__ import annotations
 
 import atexit
-import contextlib
 import functools
-import gc
 import importlib
 import itertools
-import json
 import os
-import pkgutil
 import runpy
 import signal
 import subprocess
@@ -25,32 +18,17 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from worker_server import WorkerServer
+
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = ROOT / "tests"
-LAZY = (  # what a run imports when it comes to it
-    "peft",
-    "transformers.models.auto.modeling_auto",
-    "transformers.models.qwen2.modeling_qwen2",
-    "transformers.models.qwen2.tokenization_qwen2",
-    "transformers.masking_utils",
-    "torch._dynamo",
-    "rich.console",
-    "rich.live",
-    "rich.progress",
-    "rich.table",
-    "rich.traceback",
-    "hydra.main",
-    "hydra._internal.hydra",
-    "hydra.plugins.sweeper",
-    "hydra._internal.core_plugins.basic_launcher",
-    "hydra._internal.core_plugins.basic_sweeper",
-)
-NOT_LOADED = {"wandb", "tensorboard", "vllm", "ray", "cli", "replay"}  # heavy, or with threads, and not used
+ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+SURROUNDINGS = {**ONE_THREAD, "PYTHONPATH": os.pathsep.join([str(ROOT), str(TESTS)]), "TOKENIZERS_PARALLELISM": "false"}
 
 
 @dataclass(frozen=True)
@@ -74,8 +52,11 @@ class Cut:
 class Child:
     """A trainer. `pid` leads its session."""
 
-    def __init__(self, server: ForkServer, pid: int, log: Path):
-        self.pid, self.log, self._server, self._status = pid, log, server, None
+    def __init__(self, server: WorkerServer, order: Mapping[str, Any], log: Path, errors: Path | None = None):
+        self.log, self._status = log, None
+        with log.open("wb") as out, (errors or log).open("ab") as err:
+            files = {1: out.fileno(), 2: err.fileno() if errors else out.fileno()}
+            self.pid = server.fork({**order, "own_session": True}, files)
 
     def kill(self, number: int = signal.SIGKILL) -> None:
         if self._status is None:  # else the number may be somebody else's
@@ -94,34 +75,25 @@ class Child:
         return self.log.read_text(errors="replace")
 
     def _end(self, timeout_s: float) -> int | None:
-        if self._status is None:
-            self._status = self._server.ask({"wait": self.pid, "timeout_s": timeout_s})["status"]
+        end = time.monotonic() + timeout_s
+        while self._status is None:
+            found, status = os.waitpid(self.pid, os.WNOHANG)
+            if found:
+                self._status = os.waitstatus_to_exitcode(status)
+            elif time.monotonic() >= end:
+                break
+            else:
+                time.sleep(0.005)
         return self._status
 
 
 class ForkServer:
-    """The server as a test sees it. A context manager.
+    """Starts scripts through the server of this process; those that still run end with it. A context manager."""
 
-    Args:
-        prefix: words before its command, which say in what surroundings it runs.
-    """
-
-    def __init__(self, prefix: Sequence[str] = ()):
-        self._prefix = prefix
+    def __init__(self, server: WorkerServer):
+        self._server, self._children = server, list[Child]()
 
     def __enter__(self) -> ForkServer:
-        env = os.environ | {
-            "PYTHONPATH": os.pathsep.join([str(ROOT), str(TESTS)]),
-            **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
-            "TOKENIZERS_PARALLELISM": "false",
-        }
-        self.process = subprocess.Popen(
-            [*self._prefix, sys.executable, "-m", "faults.fork_server"],
-            env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        threads = self._answer()["threads"]
-        assert threads == 1, f"{threads} threads, of which a child would have one"
-        self._children: list[Child] = []
         return self
 
     def start(
@@ -136,16 +108,12 @@ class ForkServer:
         """Run a main script in `directory`, with the run's directory `name` below it.
 
         Args:
-            env: the whole environment; that of the server by default.
+            env: the whole environment; that of this process with one thread by default.
         """
-        log = directory / f"{name}.log"
         given = [*map(str, arguments), f"hydra.run.dir={directory / name}"]
-        order: dict[str, Any] = {"script": str(ROOT / script), "arguments": given, "directory": str(directory)}
-        order["log"] = str(log)
-        if env is not None:
-            order["environment"] = dict(env)
-        answer = self.ask(order | {"cut": None if cut is None else asdict(cut)})
-        self._children.append(Child(self, answer["pid"], log))
+        order = {"script": str(ROOT / script), "arguments": given, "directory": str(directory)}
+        order["environment"] = {**os.environ, **SURROUNDINGS} if env is None else dict(env)
+        self._children.append(Child(self._server, {**order, "cut": cut and asdict(cut)}, directory / f"{name}.log"))
         return self._children[-1]
 
     def run(
@@ -158,79 +126,36 @@ class ForkServer:
                 server's: PYTHONPATH is put before it.
         """
         script, *arguments = map(str, words)
+        order = {"script": script, "arguments": arguments, "directory": str(cwd), "cut": None}
+        order["environment"] = dict(os.environ if env is None else env)
         with tempfile.TemporaryDirectory() as place:
-            log, errors = Path(place, "stdout"), Path(place, "stderr")
-            order = {"script": script, "arguments": arguments, "directory": str(cwd), "log": str(log), "cut": None}
-            order |= {"errors": str(errors), "environment": dict(os.environ if env is None else env)}
-            child = Child(self, self.ask(order)["pid"], log)
-            self._children.append(child)
+            errors = Path(place, "stderr")
+            self._children.append(child := Child(self._server, order, Path(place, "stdout"), errors))
             status = child.wait(timeout_s)
             return subprocess.CompletedProcess(words, status, child.said(), errors.read_text(errors="replace"))
 
-    def ask(self, order: Mapping[str, Any]) -> dict[str, Any]:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(order) + "\n")
-        self.process.stdin.flush()
-        return self._answer()
-
     def __exit__(self, *_: object) -> None:
-        assert self.process.stdin is not None
         for child in self._children:  # of a test that failed
-            child.kill()
-        self.process.stdin.close()
-        try:
-            self.process.wait(timeout=60)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-
-    def _answer(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        return json.loads(self.process.stdout.readline())
+            if child.is_running():
+                child.kill()
 
 
-# In the server's process
+# In the child
 
 
-def serve() -> None:
-    """Fork and wait as asked, until the test hangs up."""
-    gc.disable()
-    import_everything()
-    gc.freeze()  # what was imported is not garbage of the child, and need not be copied for it
-    _tell({"threads": len(os.listdir("/proc/self/task"))})
-    for line in sys.stdin:
-        order = json.loads(line)
-        if "wait" in order:
-            _tell({"status": _wait(order["wait"], order["timeout_s"])})
-            continue
-        pid = os.fork()
-        if pid == 0:
-            _end(_become, order)
-        _tell({"pid": pid})
-    os._exit(0)  # as a child ends, see `_end`
-
-
-def import_everything() -> None:
-    """Import what trainers and workers import, and nothing that starts a thread."""
-    import verl
-
-    names = [module.name for module in pkgutil.walk_packages(verl.__path__, "verl.")]
-    for name in [*(name for name in names if not NOT_LOADED & set(name.replace("_", ".").split("."))), *LAZY]:
-        with contextlib.suppress(ImportError):  # of what is not installed; a child that needs it says so itself
-            importlib.import_module(name)
-    from verl.compose.compose import compose_root
-
-    compose_root("ppo", ["actor.lora={rank:1}", "trainer.seed=1", "data=files"])  # the parser learns its grammar
-
-
-def _end(main: Callable[[Mapping[str, Any]], None], order: Mapping[str, Any]) -> NoReturn:
-    """Run what a child does and end it as the interpreter would, but for freeing everything that was imported.
+def run_script(order: Mapping[str, Any]) -> NoReturn:
+    """Be `python script arguments...`, to its end as the interpreter's, but for freeing everything that was imported.
 
     That takes 1.4 s of processor time: more than most of what is run here.
     """
     status: object = 0
     try:
-        main(order)
+        first = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+        sys.path[:] = [os.path.dirname(order["script"]), *first, *(path for path in sys.path if path not in first)]
+        sys.argv = [order["script"], *order["arguments"]]
+        if order["cut"] is not None:
+            _place(Cut(**order["cut"]))
+        runpy.run_path(order["script"], run_name="__main__")
     except SystemExit as error:
         status = 0 if error.code is None else error.code
     except BaseException:  # noqa: BLE001 - as an interpreter ends with it
@@ -244,26 +169,6 @@ def _end(main: Callable[[Mapping[str, Any]], None], order: Mapping[str, Any]) ->
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status & 0xFF)
-
-
-def _become(order: Mapping[str, Any]) -> None:
-    """Be `python script arguments...`, to its end."""
-    gc.enable()
-    os.setsid()
-    nothing, log = os.open(os.devnull, os.O_RDONLY), os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-    errors = log if "errors" not in order else os.open(order["errors"], os.O_WRONLY | os.O_CREAT, 0o644)
-    for source, target in ((nothing, 0), (log, 1), (errors, 2)):
-        os.dup2(source, target)
-    os.chdir(order["directory"])
-    if "environment" in order:
-        os.environ.clear()
-        os.environ.update(order["environment"])
-        first = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-        sys.path[:] = [os.path.dirname(order["script"]), *first, *(path for path in sys.path if path not in first)]
-    sys.argv = [order["script"], *order["arguments"]]
-    if order["cut"] is not None:
-        _place(Cut(**order["cut"]))
-    runpy.run_path(order["script"], run_name="__main__")
 
 
 def _place(cut: Cut) -> None:
@@ -301,23 +206,3 @@ def _place(cut: Cut) -> None:
         return result
 
     setattr(owner, name, cutting)
-
-
-def _wait(pid: int, timeout_s: float) -> int | None:
-    end = time.monotonic() + timeout_s
-    while True:
-        found, status = os.waitpid(pid, os.WNOHANG)
-        if found:
-            return os.waitstatus_to_exitcode(status)
-        if time.monotonic() >= end:
-            return None
-        time.sleep(0.005)
-
-
-def _tell(answer: Mapping[str, Any]) -> None:
-    sys.stdout.write(json.dumps(answer) + "\n")
-    sys.stdout.flush()
-
-
-if __name__ == "__main__":
-    serve()

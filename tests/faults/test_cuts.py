@@ -122,6 +122,7 @@ def further_step(whole: Path) -> int:
 CASES = [pytest.param(course, cuts, STEPS, id=course, marks=pytest.mark.exhaustive) for course, cuts in CUTS.items()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("course", "cuts", "steps"), [pytest.param("ppo", SHORT, 3, id="ppo, one"), *CASES])
 def test_a_run_cut_anywhere_goes_on_as_if_it_had_not_been(
     course, cuts, steps, server, twin, dir32, tmp_path, record_property

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from checkpoint import test_manager
 from faults.scenarios import save, save_images, version_of
 
 from verl.checkpoint.commit.store import CheckpointStore
@@ -23,16 +24,8 @@ from verl.errors import (
     FileFault,
 )
 
+store = test_manager.store  # a fixture
 SHARD, SLICES = "actor/model-00001-of-00002.safetensors", "optimizer/optim_state_rank_1.safetensors"
-
-
-@pytest.fixture
-def store(tmp_path) -> CheckpointStore:
-    """Two checkpoints, at the steps 100 and 200; the second is to be damaged."""
-    made = CheckpointStore(tmp_path / "checkpoints")
-    save(made, 100, 1)
-    save(made, 200, 2)
-    return made
 
 
 def flip(path: Path, at: int) -> None:

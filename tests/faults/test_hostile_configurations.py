@@ -267,6 +267,7 @@ def test_a_saved_configuration_chooses_no_code_no_server_and_no_variable(name, h
         assert path in said_by(checkpoint, COMMANDS["serve-policy"])
 
 
+@pytest.mark.first_rows(1)
 @pytest.mark.parametrize(
     "name", [*list(WITHOUT_EFFECT)[::3], *exhaustive(*(x for i, x in enumerate(WITHOUT_EFFECT) if i % 3))]
 )
@@ -274,6 +275,7 @@ def test_a_saved_value_that_no_evaluation_needs_has_no_effect(name, hostile):
     assert said_by(hostile(WITHOUT_EFFECT[name]), COMMANDS["eval"]) == ""
 
 
+@pytest.mark.first_rows(1)
 @pytest.mark.parametrize(
     ("values", "words"),
     [
@@ -321,6 +323,7 @@ def test_a_configuration_of_another_form_is_named(saved):
     assert allowed_config(saved, "ppo", {}, "CHECKPOINT").faults
 
 
+@pytest.mark.first_rows(2)
 @pytest.mark.parametrize(
     "overrides",
     [

@@ -8,20 +8,11 @@ from pathlib import Path
 
 import pytest
 from faults.scenarios import save
-from faults.test_hostile_input import sign, whole  # noqa: F401 - a fixture
-from typer.testing import CliRunner
+from faults.test_hostile_input import ends_in_words, sign, whole  # noqa: F401 - a fixture
 
 from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.retention import Retention, prune
-from verl.cli.main import app
 from verl.errors import VerlError
-
-
-def command(*arguments: object) -> str:
-    result = CliRunner().invoke(app, list(map(str, arguments)))
-    assert result.exception is None or isinstance(result.exception, SystemExit), (arguments, result.exception)
-    assert "Traceback" not in result.output
-    return result.output
 
 
 @pytest.fixture
@@ -62,7 +53,7 @@ def test_the_directory_itself_and_latest_may_be_links(run, tmp_path):
     (tmp_path / "link").symlink_to(run / "checkpoints")
     save(CheckpointStore(tmp_path / "link", run_id="next"), 3, 3)
     assert (run / "checkpoints/global_step_3/COMMIT").is_file()
-    assert "complete" in command("checkpoint", "verify", tmp_path / "link/latest", "--full")
+    assert "complete" in ends_in_words("checkpoint", "verify", tmp_path / "link/latest", "--full")
 
 
 def test_names_do_not_reach_the_terminal_as_commands_to_it(run):
@@ -81,6 +72,6 @@ def test_names_do_not_reach_the_terminal_as_commands_to_it(run):
         ("checkpoint", "inspect", directory / "global_step_2"),
         ("lineage", directory),
     ):
-        said = command(*words)
+        said = ends_in_words(*words)
         assert not {"\x1b", "\x07", "\x9b"} & set(said), words
         assert "\nCOMPLETE" not in said, words

@@ -61,6 +61,7 @@ def run(scenario: Scenario, codes: list[int], stride: int) -> int:
     return num_cases
 
 
+@pytest.mark.first_rows(1)
 @pytest.mark.parametrize("scenario", IN_SHORT, ids=str)
 def test_a_refusal_is_raised_and_does_no_harm(scenario, record_property):
     record_property("fault_cases", run(scenario, CODES, stride=211))

@@ -70,6 +70,7 @@ def operations_of_a_save(killing) -> int:
     return int(killing.counted.read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stride", [23, *exhaustive(1)])
 def test_a_writer_killed_at_any_operation_is_started_again_and_the_save_is_published(killing, stride, record_property):
     places = range(0, operations_of_a_save(killing), stride)
@@ -251,6 +252,7 @@ class TrainerProcess:
         self.process.communicate()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", ["raised", *exhaustive("returned")])
 def test_a_trainer_that_ends_without_closing_has_its_saves_finished_and_leaves_no_process(tmp_path, ending):
     with TrainerProcess(tmp_path / "checkpoints", ending, sleep_s=0.03) as trainer:

@@ -8,35 +8,6 @@ from verl.errors import ConfigError
 from verl.http_client.endpoint import Endpoint
 from verl.utils.redact import redact_tree
 
-
-def said_of(**settings):
-    with pytest.raises(ConfigError) as refused:
-        Endpoint(**{"base_url": "http://localhost:1/v1", **settings})
-    return str(refused.value)
-
-
-@pytest.mark.parametrize(
-    ("settings", "fault"),
-    [
-        ({"base_url": "localhost:8000"}, "base_url is 'localhost:8000': expected an address such as"),
-        ({"base_url": "ftp://host/"}, "expected an address"),
-        ({"base_url": "http://"}, "expected an address"),
-        ({"base_url": "http://host:99999"}, "base_url is not an address"),
-        ({"key_header": "X Key"}, "key_header is 'X Key'"),
-        ({"headers": {"X": "a\nb"}}, "headers.X is not a header"),
-        ({"max_concurrency": 0}, "max_concurrency is 0"),
-        ({"retries": -1}, "retries is -1"),
-        ({"timeout_s": 0.0}, "timeout_s is 0"),
-        ({"total_timeout_s": float("nan")}, "total_timeout_s is nan"),
-        ({"requests_per_minute": -5.0}, "requests_per_minute is -5"),
-        ({"max_answer_mib": float("inf")}, "max_answer_mib is inf"),
-        ({"backoff_s": 61.0}, "backoff_s is 61"),
-    ],
-)
-def test_settings_that_cannot_be_are_faults(settings, fault):
-    assert fault in said_of(**settings)
-
-
 SECRET = "sk-abcdef0123456789abcdef"
 
 
@@ -52,9 +23,9 @@ SECRET = "sk-abcdef0123456789abcdef"
     ],
 )
 def test_a_key_in_the_configuration_is_refused_without_being_shown(settings):
-    message = said_of(**settings)
-    assert "key_variable" in message
-    assert SECRET not in message
+    with pytest.raises(ConfigError, match="key_variable") as refused:
+        Endpoint(**{"base_url": "http://localhost:1/v1", **settings})
+    assert SECRET not in str(refused.value)
 
 
 def test_the_name_of_the_variable_is_saved_and_a_key_that_is_not_set_or_cannot_be_sent_is_an_error(monkeypatch):

@@ -138,6 +138,7 @@ CHANGES = [
 IN_SHORT = (replace_block, resize, tie, wrap, wrap_and_disable, wrap_and_merge, hook)
 
 
+@pytest.mark.first_rows(3)
 @pytest.mark.parametrize("change", [*IN_SHORT, *exhaustive(*(x for x in CHANGES if x not in IN_SHORT), compile_it)])
 def test_the_next_samples_are_those_of_the_changed_model(change, actor, source, encoded):
     actor.train()

@@ -71,6 +71,7 @@ def test_texts_that_would_change_the_frequencies_of_others_are_scored_by_length(
     assert "texts are scored with others of their length only" in told[0]
 
 
+@pytest.mark.first_rows(1)
 @pytest.mark.parametrize("name", short_where(TOGETHER, {"deberta", "bert"}.__contains__))
 def test_texts_of_encoders_and_other_decoders_are_scored_together(name, tmp_path, caplog):
     family, options = TOGETHER[name]

@@ -159,6 +159,7 @@ def test_responses_of_prompts_that_differ_in_their_image_alone_are_those_of_each
             assert gap.abs().max() < TOLERANCE.get(family, 1e-9)
 
 
+@pytest.mark.first_rows(1)
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "idefics3"])
 def test_stored_prompts_that_differ_in_their_image_alone_are_two(family, saved, monkeypatch):
     stored, put = [], SlotRows._put_behind_prompts

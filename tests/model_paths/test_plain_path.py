@@ -49,6 +49,7 @@ def saved(tmp_path: Path):
     return save
 
 
+@pytest.mark.first_rows(1)
 @pytest.mark.parametrize("ignored", ["attention_mask", "position_ids"])
 @pytest.mark.parametrize("family", ["qwen2", "gpt2"])
 def test_a_model_that_ignores_its_mask_or_its_positions_is_run_without_padding(family, ignored, saved, prompts, caplog):

@@ -128,6 +128,7 @@ def written(
     return file
 
 
+@pytest.mark.first_rows(2)
 @pytest.mark.parametrize(
     ("family", "model_type", "settings"),
     [

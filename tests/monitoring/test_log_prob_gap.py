@@ -76,6 +76,7 @@ WHEN = pytest.mark.parametrize(
 # Runs that are wrong
 
 
+@pytest.mark.first_rows(2)
 @pytest.mark.parametrize(
     ("fault", "step", "likeliest"),
     [
@@ -171,6 +172,7 @@ SOUND = {
 }
 
 
+@pytest.mark.first_rows(2)
 @pytest.mark.parametrize(
     ("algorithm", "options"), each_value_once({"told by the update": ONE_UPDATE, "known before": PPO_ALGORITHM}, SOUND)
 )

@@ -91,6 +91,7 @@ def skipping(**options: Any) -> Monitoring:
     return Monitoring(on_non_finite="skip", **options)
 
 
+@pytest.mark.first_rows(1)
 @pytest.mark.parametrize(
     ("value", "checked"),
     each_value_once({"nan": math.nan, "inf": math.inf}, {"by a function": True, "past the check": False}),
@@ -152,6 +153,7 @@ class Exponential(AdvantageEstimator):
         return DataProto.from_dict({"advantages": credit, "returns": credit})
 
 
+@pytest.mark.first_rows(1)
 @pytest.mark.parametrize("on_non_finite", ["skip", "stop"])
 def test_credit_that_overflows_leaves_the_coefficient_of_the_kl_as_it_was(model32, tmp_path, on_non_finite):
     kl = AdaptiveKLInReward(coef=0.1, target=1e-3, horizon=10.0)

@@ -143,6 +143,7 @@ def test_processes_that_iterate_share_the_rows_among_them(tmp_path):
     buffer.close()
 
 
+@pytest.mark.slow
 def test_weights_are_the_odds_of_being_drawn():
     numbers, weights = np.arange(4), np.array([1.0, 2.0, 3.0, 4.0])
     first = [int(draw(numbers, weights, np.ones(4, dtype=int), 1, 5, step)[0]) for step in range(4000)]

@@ -6,6 +6,7 @@ import os
 from functools import partial
 from pathlib import Path
 
+import pytest
 from faults.disks import KillingDisk, is_killed
 from replay.rows_here import scored_rows
 from replay.test_buffer import SMALL, saved, shared, texts
@@ -74,6 +75,7 @@ def sealed(directory: Path, disk: FileSystem | None = None) -> dict[str, Path]:
     return files
 
 
+@pytest.mark.slow
 def test_a_process_killed_while_it_seals_leaves_a_whole_shard_or_none(tmp_path):
     (whole,) = sealed(tmp_path / "whole").values()
     calls = 0
@@ -85,6 +87,7 @@ def test_a_process_killed_while_it_seals_leaves_a_whole_shard_or_none(tmp_path):
     assert calls > 5
 
 
+@pytest.mark.slow
 def test_a_process_killed_while_it_fetches_leaves_nothing_that_is_taken_for_a_shard(tmp_path):
     (whole,) = sealed(tmp_path / "whole").values()
     data = whole.read_bytes()

@@ -208,13 +208,6 @@ def test_forms_of_tests_are_read_and_others_are_refused():
             rated(["print(1)"], [wrong])
 
 
-def test_no_sandbox_and_limits_above_its_own_are_refused():
-    with refusal("sandbox"):
-        CodeTests(sandbox=None)
-    with refusal("timeout_s"):
-        CodeTests(sandbox=SANDBOX, timeout_s=60.0)
-
-
 @pytest.mark.slow
 def test_a_sandbox_that_fails_is_no_reward(monkeypatch):
     from verl.sandbox.base import ExecutionResult

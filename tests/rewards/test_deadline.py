@@ -129,6 +129,7 @@ class Hangs(Reward):
         time.sleep(600)
 
 
+@pytest.mark.slow
 def test_a_run_whose_reward_was_passed_as_an_object_and_hangs_ends_with_a_named_error(model32, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     rows = [{"prompt": text} for text in Prompts().train[:4]]

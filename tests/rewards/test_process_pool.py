@@ -154,6 +154,7 @@ def test_a_process_started_by_a_hanging_sample_ends_with_it(made, batch, tmp_pat
     assert wait_until_gone([int(told.read_text())]) == []
 
 
+@pytest.mark.first_rows(1)
 @pytest.mark.parametrize(
     ("end", "words"),
     [

@@ -87,6 +87,7 @@ def test_a_function_of_trl_gets_messages_of_chats():
     assert list(CallableReward(f).score_tokens(batch)["score"]) == [1.0, 0.0]
 
 
+@pytest.mark.first_rows(1)
 @pytest.mark.parametrize(
     ("source", "scores"),
     [

@@ -35,6 +35,7 @@ def test_the_score_is_the_weighted_sum_and_each_part_is_kept_before_its_weight(b
     assert len(reward.score_tokens(batch[[]])) == 0
 
 
+@pytest.mark.slow
 def test_a_part_of_weight_0_gives_no_response_a_reward(batch):
     some = CallableReward(lambda prompts, responses: [None, 1.0, 2.0])
     sums = SumOfRewards({"some": some, "overlong": PARTS["overlong"]}, {"some": 1.0, "overlong": 0.0})

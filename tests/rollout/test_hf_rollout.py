@@ -64,6 +64,7 @@ BATCHED = [
 ]
 
 
+@pytest.mark.first_rows(2)
 @pytest.mark.parametrize(
     ("kind", "options"),
     each_value_once(

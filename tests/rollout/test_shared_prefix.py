@@ -25,6 +25,7 @@ def long_prompts(padding: list[int]) -> DataProto:
     )
 
 
+@pytest.mark.first_rows(1)
 @pytest.mark.parametrize("padding", [[0, 0, 0], [0, 40, 5]], ids=["equal prompts", "padded prompts"])
 @pytest.mark.parametrize("stops", [(), (30, 31, 32, 33, 34, 35)], ids=["together", "rows leave"])
 def test_it_is_the_same_generation(padding, stops, monkeypatch):

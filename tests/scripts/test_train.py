@@ -74,6 +74,7 @@ def test_every_flag_becomes_assignments_of_known_keys(name, capsys, users_files)
     assignments_of_flag(name, capsys)
 
 
+@pytest.mark.first_rows(1)
 @pytest.mark.parametrize("name", short_where(GIVEN, COMPOSED.__contains__))
 def test_every_flag_becomes_assignments_that_compose_and_pass_the_check(name, capsys, users_files):
     validate(compose_root("ppo", assignments_of_flag(name, capsys)))

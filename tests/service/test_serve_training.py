@@ -38,6 +38,7 @@ def test_the_command_serves_the_sdk_until_ctrl_c(dir32, tmp_path):
     assert list((tmp_path / "saved").glob("*/weights/kept/session.json"))
 
 
+@pytest.mark.first_rows(3)
 @pytest.mark.parametrize(
     ("words", "path", "key"),
     [

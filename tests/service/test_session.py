@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -178,6 +179,7 @@ def test_gradients_of_several_calls_are_added_and_micro_batches_change_nothing(m
     assert max(float((a[name] - b[name]).abs().max()) for name in a) < 1e-9
 
 
+@pytest.mark.first_rows(1)
 @pytest.mark.parametrize(
     ("loss", "is_shared"), [("ppo", True), ("cross_entropy", True), ("gspo", True), ("dro", False)]
 )
@@ -302,12 +304,20 @@ def test_a_saved_adapter_opens_with_peft_and_has_the_same_log_probs(model64, tmp
     assert torch.allclose(one.forward([datum]).log_probs[0], expected, atol=1e-10)
 
 
+@pytest.fixture(scope="module")
+def saved(model64, tmp_path_factory) -> tuple[TrainingSession, Path]:
+    """A session after a step, and where it was saved."""
+    one, directory = session(model64), tmp_path_factory.mktemp("session") / "saved"
+    steps(one, 1)
+    one.save(directory)
+    return one, directory
+
+
 @pytest.mark.parametrize("file", ["adapter_model.safetensors", "optimizer.safetensors", "session.json"])
 @pytest.mark.parametrize("damage", ["cut", "flipped", "gone"])
-def test_a_damaged_session_is_named_and_changes_nothing(file, damage, model64, tmp_path):
-    one = session(model64)
-    steps(one, 1)
-    one.save(tmp_path / "saved")
+def test_a_damaged_session_is_named_and_changes_nothing(file, damage, saved, tmp_path):
+    one, directory = saved
+    shutil.copytree(directory, tmp_path / "saved")
     path, before = tmp_path / "saved" / file, one.weights()
     content = path.read_bytes()
     if damage == "gone":
@@ -367,6 +377,7 @@ def test_a_sample_has_the_log_probs_of_a_forward_pass_and_does_not_depend_on_oth
             assert torch.allclose(found, torch.tensor(x.log_probs, dtype=torch.float64), atol=1e-9)
 
 
+@pytest.mark.first_rows(1)
 @pytest.mark.parametrize("stop", [None, ("1", "7")])
 def test_rows_of_several_adapters_in_one_batch_are_sampled_as_each_alone(stop, tokenizer, tmp_path):
     path = save_random_model(tmp_path, "qwen2", torch.float64, max_position_embeddings=128)
@@ -396,6 +407,7 @@ def test_rows_of_several_adapters_in_one_batch_are_sampled_as_each_alone(stop, t
     assert len({str([x.log_probs for x in group]) for group in together}) == 6
 
 
+@pytest.mark.first_rows(1)
 @pytest.mark.parametrize("stop", [(), ("no such text",)])
 def test_prompts_that_join_a_batch_are_sampled_as_each_alone(stop, tokenizer, tmp_path):
     path = save_random_model(tmp_path, "qwen2", torch.float64, max_position_embeddings=128)
@@ -456,34 +468,33 @@ def one_token(**inputs) -> list[Datum]:
     return [Datum([1], {"target_tokens": [1]} | inputs)]
 
 
-BAD = [
-    ("no data", [], SUPERVISED, {}, "data"),
-    ("no tokens", [Datum([], {"target_tokens": []})], SUPERVISED, {}, "data[0].model_input"),
-    ("an id beyond", [Datum([9999], {"target_tokens": [1]})], SUPERVISED, {}, "data[0].model_input"),
-    ("no list", [Datum("ab", {"target_tokens": [1]})], SUPERVISED, {}, "data[0].model_input"),
-    ("no targets", [Datum([1], {})], SUPERVISED, {}, INPUTS),
-    ("a target beyond", one_token(target_tokens=[-1]), SUPERVISED, {}, TARGETS),
-    ("another length", one_token(target_tokens=[1, 2]), SUPERVISED, {}, TARGETS),
-    ("weights of another length", one_token(weights=[1.0, 2.0]), SUPERVISED, {}, f"{INPUTS}.weights"),
-    ("infinite weights", one_token(weights=[math.inf]), SUPERVISED, {}, f"{INPUTS}.weights"),
-    ("an unknown input", one_token(mask=[1.0]), SUPERVISED, {}, INPUTS),
-    ("no advantages", one_token(logprobs=[0.0]), "ppo", {}, INPUTS),
-    ("an unknown loss", one_token(), "ppoo", {}, "loss_fn"),
-    ("an unknown setting", one_token(), "ppo", {"clip": 1}, "loss_fn_config.clip"),
-    ("no number", one_token(), "dro", {"beta": math.nan}, "loss_fn_config.beta"),
-    ("limits that nothing lies between", one_token(), "ppo", {"clip_low_threshold": 2.0}, CLIP_LOW),
+BAD = [  # data, loss, settings, and what is blamed
+    ([], SUPERVISED, {}, "data"),
+    ([Datum([], {"target_tokens": []})], SUPERVISED, {}, "data[0].model_input"),
+    ([Datum([9999], {"target_tokens": [1]})], SUPERVISED, {}, "data[0].model_input"),
+    ([Datum("ab", {"target_tokens": [1]})], SUPERVISED, {}, "data[0].model_input"),
+    ([Datum([1], {})], SUPERVISED, {}, INPUTS),
+    (one_token(target_tokens=[-1]), SUPERVISED, {}, TARGETS),
+    (one_token(target_tokens=[1, 2]), SUPERVISED, {}, TARGETS),
+    (one_token(weights=[1.0, 2.0]), SUPERVISED, {}, f"{INPUTS}.weights"),
+    (one_token(weights=[math.inf]), SUPERVISED, {}, f"{INPUTS}.weights"),
+    (one_token(mask=[1.0]), SUPERVISED, {}, INPUTS),
+    (one_token(logprobs=[0.0]), "ppo", {}, INPUTS),
+    (one_token(), "ppoo", {}, "loss_fn"),
+    (one_token(), "ppo", {"clip": 1}, "loss_fn_config.clip"),
+    (one_token(), "dro", {"beta": math.nan}, "loss_fn_config.beta"),
+    (one_token(), "ppo", {"clip_low_threshold": 2.0}, CLIP_LOW),
 ]
 
 
-@pytest.mark.parametrize("case", BAD, ids=lambda case: case[0])
-def test_data_that_do_not_fit_are_named_and_leave_the_gradients(case, model64):
-    _, data, loss, settings, path = case
+def test_data_that_do_not_fit_are_named_and_leave_the_gradients(model64):
     one, twin = session(model64), session(model64)
     good = data_for(one.tokenizer, "cross_entropy")
     for x in (one, twin):
         x.forward_backward(good)
-    with refusal(path):
-        one.forward_backward(data, loss, **settings)
+    for data, loss, settings, path in BAD:
+        with refusal(path):
+            one.forward_backward(data, loss, **settings)
     assert one.optim_step(lr=1e-2) == twin.optim_step(lr=1e-2)
     assert same_bits(one.weights(), twin.weights())
 

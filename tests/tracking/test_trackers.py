@@ -141,6 +141,7 @@ def names(trackers: Trackers) -> list[str]:
     return sorted(name for name, tracker in as_plain(trackers).items() if isinstance(tracker, dict) and tracker)
 
 
+@pytest.mark.first_rows(3)
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [

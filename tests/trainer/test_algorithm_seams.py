@@ -126,6 +126,7 @@ def test_the_coefficient_of_an_adaptive_kl_moves_from_step_to_step(model32, tmp_
     assert len(set(coefs)) == 3
 
 
+@pytest.mark.first_rows(1)
 @pytest.mark.parametrize(("mini_batches", "coefs"), each_value_once([1, 2], [(0.0, 0.1), (0.01, 0.0)]))
 def test_every_update_of_a_run_with_an_entropy_bonus_has_its_entropy(mini_batches, coefs, model32, tmp_path):
     bonus = dict(zip(("entropy_coef", "final_entropy_coef"), coefs, strict=True))
@@ -136,6 +137,7 @@ def test_every_update_of_a_run_with_an_entropy_bonus_has_its_entropy(mini_batche
     assert ["actor/entropy" in line for line in lines] == [True, True]
 
 
+@pytest.mark.first_rows(1)
 @pytest.mark.parametrize("algorithm", [PPO_ALGORITHM, GRPO_ALGORITHM], ids=["ppo", "grpo"])
 @pytest.mark.parametrize("share", [1, 2], ids=["every response", "about every second one"])
 def test_the_reward_of_an_empty_answer_lies_on_its_end(algorithm, share, model32, tmp_path):

@@ -171,6 +171,7 @@ def test_behaviour_log_probs_train_as_the_trainers_where_engine_and_trainer_agre
         assert {key: line[key] for key in line if key not in measured} == pytest.approx(equal, rel=1e-6, abs=ROUNDING)
 
 
+@pytest.mark.slow
 def test_behaviour_log_probs_weigh_older_responses_by_the_ratio_of_the_loss(model64, tmp_path, monkeypatch):
     losses, update = [], PPOTrainer.update
 

@@ -73,6 +73,7 @@ def plain_log_probs(path: Path, batch: Any, row: int) -> torch.Tensor:
     return logits.log_softmax(-1).gather(2, inputs["input_ids"][:, 1:, None])[0, :, 0]
 
 
+@pytest.mark.slow
 def test_the_loss_of_fine_tuning_is_that_of_transformers_for_each_row_with_its_images(model, tmp_path):
     data = SFTFiles(train_files=data_file(tmp_path, completion="three"), max_length=400)
     with SFTRun(data=data, **parts(model)).build(BuildContext(run_dir=tmp_path / "run")) as trainer:
@@ -108,6 +109,7 @@ def test_scores_of_preferences_are_those_of_transformers_for_each_row_with_its_i
     assert reference.tolist() == pytest.approx(expected, abs=1e-9)
 
 
+@pytest.mark.slow
 def test_a_reward_model_tells_rows_of_equal_text_by_their_images(tmp_path):
     data = PreferenceFiles(
         train_files=data_file(tmp_path, chosen="three", rejected="two"), max_prompt_length=400, max_length=400
@@ -121,6 +123,7 @@ def test_a_reward_model_tells_rows_of_equal_text_by_their_images(tmp_path):
     assert torch.allclose(torch.stack(alone).T.flatten(), scores, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_a_family_without_a_classifier_is_refused_as_a_reward_model(model, tmp_path):
     data = PreferenceFiles(
         train_files=data_file(tmp_path, chosen="a", rejected="b"), max_prompt_length=99, max_length=400

@@ -69,6 +69,7 @@ def test_a_response_without_a_reward_enters_no_baseline_and_no_loss(estimator, m
                 assert float(rows["advantages"][row][mask[row]][0]) == pytest.approx(expected, abs=1e-4)
 
 
+@pytest.mark.first_rows(1)
 @pytest.mark.parametrize("estimator", [GAE(), GRPO(), ReMax()], ids=lambda x: type(x).__name__)
 def test_a_step_in_which_no_response_has_a_reward_says_so_and_updates_nothing(
     estimator, model32, tmp_path, monkeypatch

@@ -192,6 +192,7 @@ def test_8b_fits_on_eight_devices_and_names_its_parts(llama_8b):
     assert 20 * GIB < plan.memory.peak.total - cache < 50 * GIB
 
 
+@pytest.mark.slow
 def test_an_engine_that_is_chosen_is_planned_and_sleeps_only_where_it_must(llama_8b, monkeypatch):
     monkeypatch.setattr(auto, "vllm_fault", lambda is_gpu: None)
     small = ["actor=pretrained", f"actor.model.path={llama_8b}", "actor.lora={_target_:verl.models.lora.LoRA,rank:8}"]
@@ -202,6 +203,7 @@ def test_an_engine_that_is_chosen_is_planned_and_sleeps_only_where_it_must(llama
     assert plans[1].decided(chosen).rollout.planned(is_gpu=True).sleep is not plans[1].memory.stays_awake
 
 
+@pytest.mark.slow
 def test_gradients_that_are_reduced_once_per_update_take_more_memory_and_less_traffic(llama_8b):
     common = ["rollout=vllm", "sharding=fsdp", "trainer.n_gpus_per_node=8", "actor.micro_batch_tokens=4096"]
     each = planned_8b(llama_8b, "h100", *common)
@@ -258,6 +260,7 @@ def test_the_command_ends_with_1_where_a_run_does_not_fit(llama_8b):
     assert "does not fit" in found.stdout
 
 
+@pytest.mark.first_rows(1)
 @pytest.mark.parametrize("fits", [True, *exhaustive(False)])
 @pytest.mark.parametrize("device", short_where([*DEVICES, "cpu"], {"h100", "cpu"}.__contains__))
 def test_fine_tuning_is_planned_on_every_device(llama_8b, device, fits):
@@ -292,6 +295,7 @@ def test_a_run_that_starts_counts_small_activations_and_traces_large_ones(monkey
     assert counted == pytest.approx(traced, rel=0.5)
 
 
+@pytest.mark.first_rows(1)
 @pytest.mark.parametrize(("device", "dtype"), [("h100", torch.bfloat16), ("cpu", torch.float32)])
 @pytest.mark.parametrize("root", ["sft", *exhaustive("ppo")])
 def test_a_pretrained_model_computes_in_bfloat16_with_float32_weights_on_a_gpu(tmp_path, root, device, dtype):
@@ -374,6 +378,7 @@ MEASURED = {  # one H200, vLLM awake, 32 x 8 rows: new tokens, tokens of a micro
 }  # fmt: skip
 
 
+@pytest.mark.first_rows(1)
 @pytest.mark.parametrize("name", MEASURED)
 def test_stages_measured_on_one_gpu_are_within_a_quarter_of_the_plan(name, tmp_path):
     new, tokens, stages, config = MEASURED[name]
@@ -513,6 +518,7 @@ def test_what_is_advised_makes_the_phase_smaller_that_is_short():
     assert named(plan) == {"rollout.kv_cache_gib"}  # no activations, no gradients there
 
 
+@pytest.mark.slow
 def test_every_process_that_holds_a_role_is_counted():
     apart = ("trainer=mesh", "trainer.placement.devices=[cpu:0,cpu:1]", "+trainer.placement.sub_meshes.critic=[cpu:1]")
     plan, one = planned(*apart), planned()

@@ -113,6 +113,7 @@ def rewards_of(directory, batch):
     return reward._scores(RewardTokens([ids[mask].tolist() for ids, mask in rows], None, zeros))
 
 
+@pytest.mark.first_rows(1)
 @pytest.mark.parametrize("lora", [None, LoRA(rank=2)], ids=["whole", "lora"])
 def test_the_directory_of_a_reward_model_gives_its_scores_to_a_reward(lora, model32, tmp_path):
     run = preference_run(model32, BradleyTerry(), lora, total_steps=3)
@@ -196,6 +197,7 @@ def test_a_saved_adapter_has_the_head_in_full_and_merges_into_a_whole_reward_mod
         locate_policy(str(point))
 
 
+@pytest.mark.first_rows(3)
 @pytest.mark.parametrize(
     ("root", "overrides", "path", "value"),
     [

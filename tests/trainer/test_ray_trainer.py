@@ -101,6 +101,7 @@ def test_workers_in_ray_train_what_this_process_trains_and_a_lost_one_is_replace
     assert all_gone(killed)
 
 
+@pytest.mark.first_rows(2)
 @pytest.mark.parametrize(
     ("words", "path"),
     [

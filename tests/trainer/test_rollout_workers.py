@@ -44,6 +44,7 @@ ANYWHERE = [
 ]
 
 
+@pytest.mark.slow
 @TWO
 @needs_two_cores
 def test_two_engines_that_drain_train_what_one_does(model64, tmp_path):
@@ -55,6 +56,7 @@ def test_two_engines_that_drain_train_what_one_does(model64, tmp_path):
     assert sorted(path.name for path in logs.iterdir()) == ["rank_0.log", "rank_1.log"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ANYWHERE)
 def test_replayed_and_resumed_runs_of_two_engines_have_the_bits_of_the_first(where, model32, tmp_path, request, caplog):
     caplog.set_level(logging.INFO)

@@ -44,6 +44,7 @@ def sft_run(directory, tmp_path, **actor):
     )
 
 
+@pytest.mark.first_rows(1)
 @pytest.mark.parametrize("lora", [None, LoRA(rank=4)], ids=["all weights", "lora"])
 def test_a_model_is_saved_with_the_template_and_the_variables_that_it_learned_by(lora, dir32, tmp_path):
     template = "{% for m in messages %}{{ '?' if thinks and m.role == 'assistant' }}{{ m.content }}<system>{% endfor %}"

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 from verl.utils import main_memory
 
 SCRIPT = """
@@ -27,6 +29,7 @@ print(whole - kept, grown - resident())
 """
 
 
+@pytest.mark.slow
 def test_freed_memory_is_kept_until_memory_is_scarce():
     """With holes between tensors that live; a test that hangs has kept it."""
     ran = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True, timeout=300)

@@ -135,6 +135,7 @@ KINDS: list[tuple[int, Any, int]] = [
 AT_ONCE = [ScheduledEvent(step, kind, number, -1) for step, kind, number in KINDS]
 
 
+@pytest.mark.first_rows(1)
 @pytest.mark.parametrize("kv_cache", ["keep", "recompute"])
 def test_turns_of_an_episode_have_versions_of_their_own_and_equal_events_give_equal_bits(kv_cache, tmp_path):
     games = DigitGames(answers_at_once=True, **GAMES)

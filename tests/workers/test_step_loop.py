@@ -82,6 +82,7 @@ def test_a_cache_that_is_kept_is_of_former_weights_until_the_next_save(model64, 
     assert engine.gap(first, 2) > 1e-6
 
 
+@pytest.mark.first_rows(1)
 @pytest.mark.parametrize("kv_cache", ["keep", "recompute"])
 def test_equal_events_at_equal_steps_give_equal_bits_at_any_speed_and_after_a_restore(
     kv_cache, model64, prompts, tmp_path

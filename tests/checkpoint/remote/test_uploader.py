@@ -117,6 +117,7 @@ def test_a_store_that_refuses_is_told_of_at_the_start_and_not_waited_for_at_the_
     assert told[-1].waiting == 1
 
 
+@pytest.mark.slow
 def test_an_uploader_that_is_killed_is_told_and_the_next_one_goes_on_where_it_was(
     tier: CheckpointTier, proxy: Proxy, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -84,6 +84,7 @@ def test_what_all_have_reported_is_published_and_the_reports_are_gone(two):
     assert outcome.num_bytes >= sum(e.size for e in checkpoint.manifest.files if e.path.startswith("optimizer"))
 
 
+@pytest.mark.first_rows(1)
 @pytest.mark.parametrize(
     ("happens", "message"),
     [

@@ -90,6 +90,7 @@ def order_of_rounds_and_tensors(rank: int, dtypes: dict[str, torch.dtype]) -> li
     return order
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_four_processes_end_with_what_every_pair_of_layouts_asks_for(tmp_path):
     fork = multiprocessing.get_context("fork")

@@ -57,6 +57,7 @@ def layouts(draw):
     return sides
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=25)
 @given(layouts(), st.sampled_from([2, 6, 50, 10_000]))
 def test_a_plan_sends_what_the_simple_one_does_and_burdens_no_sender_much_more(pair, limit):

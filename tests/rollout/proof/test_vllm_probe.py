@@ -17,6 +17,7 @@ from random_models import save_random_model
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
     pytest.mark.xdist_group("vllm proof"),  # one process runs them all
+    pytest.mark.slow,
 ]
 
 ENGINES = {
@@ -46,7 +47,6 @@ def found(request, tmp_path_factory):
     return {name: outcomes[argument] for name, argument in arguments.items()}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("engine", WHOLE)
 @pytest.mark.parametrize("scenario", ["first", "clean", "last"])
 def test_a_clean_sync_is_proven(found, engine, scenario):

@@ -21,6 +21,7 @@ def speaker(dir32):
 TGI = {"protocol": "tgi", "weights": "fixed"}
 
 
+@pytest.mark.first_rows(1)
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.5}])
 def test_rows_hold_the_servers_tokens_and_the_log_probs_that_the_trainer_would_compute(
     options, attached, speaker, prompts

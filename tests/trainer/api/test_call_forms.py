@@ -144,6 +144,7 @@ def by_token(batch: DataProto, worth=0.1) -> DataProto:
 """
 
 
+@pytest.mark.first_rows(1)
 @pytest.mark.parametrize("reward_fn", [by_token, unannotated])
 def test_a_reward_of_the_batch_says_which_token_is_worth_what(reward_fn, dir32):
     overrides = [*QUIET, *SMALL, "actor=pretrained", f"actor.model.path={dir32}", "algorithm=ppo"]

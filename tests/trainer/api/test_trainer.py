@@ -172,6 +172,7 @@ def test_saved_loaded_and_continued_is_uninterrupted_bit_for_bit(course, dir32):
         assert all_equal(weights(actor_of(other).model), end)
 
 
+@pytest.mark.slow
 def test_a_tag_names_the_directory_and_the_run_directory_leads_to_it(dir32):
     with trainer(dir32, checkpoint_config={"save_dir": "own", "save_interval": None}) as made:
         made.step()
@@ -189,6 +190,7 @@ def test_a_tag_names_the_directory_and_the_run_directory_leads_to_it(dir32):
             made.save_checkpoint(tag="../x")
 
 
+@pytest.mark.slow
 def test_the_actor_alone_leaves_optimizer_step_and_data_as_they_are(dir32):
     with trainer(dir32) as first:
         first.step()
@@ -224,6 +226,7 @@ def test_the_way_that_bytes_take_changes_no_bit(options, dir32):
         assert all(torch.equal(x, moments[name]) for name, x in actor_of(made).engine.optimizer_tensors().items())
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_refused_before_anything_changes(dir32):
     with trainer(dir32, algorithm="ppo") as made:
         made.step()
@@ -240,6 +243,7 @@ def test_a_damaged_checkpoint_is_refused_before_anything_changes(dir32):
         assert made.steps == 2
 
 
+@pytest.mark.slow
 def test_other_weights_or_rows_of_the_same_form_are_another_training(dir32):
     model = AutoModelForCausalLM.from_pretrained(dir32)
     again, changed, tokenizer = copy.deepcopy(model), copy.deepcopy(model), AutoTokenizer.from_pretrained(dir32)

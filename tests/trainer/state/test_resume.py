@@ -12,6 +12,7 @@ from cases import exhaustive
 from refusals import refusal
 from same_training import STEPS, course, digest, newest, numbers
 from trainer.runs import PPO_ALGORITHM, Prompts, fit
+from trainer.state import test_going_on
 
 from verl.checkpoint.core.hashing import digest_of
 from verl.checkpoint.core.manifest import commit_line
@@ -24,13 +25,7 @@ from verl.rewards.function import RewardFunction
 from verl.trainer.state.checkpointing import CheckpointSaver
 from verl.trainer.state.save_directory import SaveDirectory
 
-
-@pytest.fixture(scope="module")
-def whole(model32, tmp_path_factory) -> Path:
-    """An uninterrupted run with all its checkpoints."""
-    directory = tmp_path_factory.mktemp("whole")
-    assert fit(course(model32, directory), directory / "run").status == "finished"
-    return directory
+whole = test_going_on.whole  # a fixture
 
 
 @pytest.fixture

@@ -313,6 +313,7 @@ def test_files_are_locked_as_nfs_wants_it(monkeypatch):
     assert prune(store, Retention(keep_last_n=2)) == ["global_step_1"]
 
 
+@pytest.mark.slow
 def test_two_runs_on_different_disks_do_not_share_a_place_in_the_store(model32, tmp_path):
     storage = LocalStorage(path=str(tmp_path / "bucket"))
     with run(model32).build(BuildContext(run_dir=tmp_path / "run")) as trainer:
@@ -364,6 +365,7 @@ def test_names_of_jobs_are_valid_and_differ_where_their_overrides_do(model32):
 # -- what happens to the directory meanwhile ----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_async", [False, *exhaustive(True)])
 def test_a_directory_that_was_removed_while_training_is_made_again(is_async, model32, tmp_path, caplog):
     made = run(model32, save={"save_async": is_async}, total_steps=4)
