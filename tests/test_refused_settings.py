@@ -17,6 +17,7 @@ from verl.checkpoint.retention import Retention
 from verl.cluster.placement import DeviceMesh
 from verl.cluster.ray.ray_placement import RayPlacement
 from verl.compose.compose import compose_root
+from verl.compose.schema import ROOTS
 from verl.compose.validate import validate
 from verl.engines.optimizer import AdamW
 from verl.engines.sharding import DDP, FSDP, HSDP, TP, TPFSDP, Parallel
@@ -35,6 +36,7 @@ from verl.rollout.scripted import ScriptedRollout
 from verl.rollout.server.config import ServerRollout
 from verl.rollout.vllm.config import VLLMRollout
 from verl.sandbox.jail import Jail
+from verl.storage.config import S3Storage
 from verl.tracking.base import Trackers
 from verl.tracking.console import Console
 from verl.tracking.tensorboard import TensorBoard
@@ -45,6 +47,7 @@ TWO = ["cpu:0", "cpu:1"]
 PARTS = {"correct": ExactMatch(), "overlong": Overlong(max_tokens=4, buffer_tokens=2)}
 JUDGE = partial(LLMJudge, endpoint=HERE, model="judge", template="{response}", score_pattern=r"(\d+)")
 HTTP, SERVER = partial(HTTPReward, endpoint=HERE), partial(ServerRollout, endpoint=HERE)
+STORE = partial(S3Storage, bucket="models")
 REMOTE = partial(Endpoint, base_url="http://localhost:1/v1")
 
 REFUSED = [  # kind, settings, and what is blamed if not the last of them
@@ -136,11 +139,15 @@ REFUSED = [  # kind, settings, and what is blamed if not the last of them
     *((kind, {"sandbox": None}) for kind in (PythonSandbox, CodeTests)),
     (PythonSandbox, {"sandbox": Jail(), "step_timeout_s": 5.0}),
     (CodeTests, {"sandbox": Jail(), "timeout_s": 60.0}),
-    # services
+    # services and stores
     *((Endpoint, {"base_url": url}) for url in ("localhost:8000", "ftp://host/", "http://", "http://host:99999")),
     *((REMOTE, {name: 0}) for name in ("max_concurrency", "timeout_s")), (REMOTE, {"retries": -1}),
     (REMOTE, {"total_timeout_s": nan}), (REMOTE, {"requests_per_minute": -5.0}), (REMOTE, {"max_answer_mib": inf}),
     (REMOTE, {"backoff_s": 61.0}), (REMOTE, {"key_header": "X Key"}), (REMOTE, {"headers": {"X": "a\nb"}}, "headers.X"),
+    *((STORE, {"bucket": name}) for name in (None, "models/runs")),
+    *((STORE, {"endpoint_url": url}) for url in ("host:9", "http://me:pass@host:9000")),
+    *((STORE, {"prefix": name}) for name in ("a//b", "a/../b", "a#b")), (STORE, {"part_mib": 1}),
+    (STORE, {"retries": -1}), (STORE, {"timeout_s": 0.0}),
     (Trackers, {"jsonl": "yes"}),
 ]  # fmt: skip
 
@@ -155,6 +162,7 @@ def test_settings_that_cannot_be_are_refused_by_name(kind, settings, path):
         kind(**settings)
 
 
+SCRATCH = ["actor=tiny_scratch"]
 TWO_PROCESSES = ["trainer.n_gpus_per_node=2"]
 CONTEXT, TENSORS = ([*TWO_PROCESSES, "sharding=parallel", f"sharding.{axis}=2"] for axis in ("cp", "tp"))
 ADAPTER = ["rollout=vllm", "rollout.lora=adapter"]
@@ -220,6 +228,15 @@ REFUSED_RUNS = [  # overrides, and what is blamed
     ([*TOOLS, "environment=none", "reward=environment"], "reward"),
     ([*TOOLS, "environment=none", "trainer.eval_without_tools=true"], "trainer.eval_without_tools"),
     ([*TOOLS, "environment.max_tokens=500"], "data.max_prompt_length"),
+    # other trainings
+    (["dpo", *SCRATCH, "reference=none"], "reference"),
+    (["dpo", *SCRATCH, "loss=bradley_terry"], "loss"),
+    (["reward_model", *SCRATCH, "loss=simpo"], "loss"),
+    (["dpo", *SCRATCH, "loss=kto", "reference=precomputed"], "reference"),
+    (["dpo", *SCRATCH, "loss=kto", "trainer.batch_size=1"], "trainer.batch_size"),
+    (["reward_model", *SCRATCH, LORA.format(0)], "actor.lora.rank"),
+    *((["dpo", *SCRATCH, f"data.max_length={length}"], "data.max_length") for length in (65, 9)),
+    (["dpo", *SCRATCH, "loss.beta=0"], "loss.beta"),
 ]
 
 
@@ -229,7 +246,8 @@ REFUSED_RUNS = [  # overrides, and what is blamed
     ids=lambda given: getattr(given, "__name__", str(given)[:90]),
 )
 def test_what_does_not_go_together_is_refused_by_name(overrides, paths):
+    root, *overrides = overrides if overrides[0] in ROOTS else ["ppo", *overrides]
     values = [f"++{word.lstrip('+')}" for word in overrides if "." in word.partition("=")[0]]
     options = [word for word in overrides if "." not in word.partition("=")[0]]
     with refusal(*paths):
-        validate(compose_root("ppo", [*options, *values]))  # values behind options are set in what is composed once
+        validate(compose_root(root, [*options, *values]))  # values behind options are set in what is composed once

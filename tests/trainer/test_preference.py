@@ -16,9 +16,7 @@ from typer.testing import CliRunner
 from verl.algorithms.preference_losses import DPO, IPO, KTO, ORPO, BradleyTerry, SimPO
 from verl.cli.checkpoint import app
 from verl.component import BuildContext
-from verl.compose.compose import compose_root
 from verl.compose.load_policy import locate_policy
-from verl.compose.validate import validate
 from verl.data.files import PreferenceFiles
 from verl.engines.optimizer import AdamW
 from verl.engines.sharding import FSDP, NoSharding
@@ -195,26 +193,6 @@ def test_a_saved_adapter_has_the_head_in_full_and_merges_into_a_whole_reward_mod
         torch.testing.assert_close(rewards_of(found, batch), scores, rtol=0, atol=1e-5)
     with refusal("PATH", value=point):
         locate_policy(str(point))
-
-
-@pytest.mark.first_rows(3)
-@pytest.mark.parametrize(
-    ("root", "overrides", "path", "value"),
-    [
-        ("dpo", ["reference=none"], "reference", None),
-        ("dpo", ["loss=bradley_terry"], "loss", "BradleyTerry"),
-        ("reward_model", ["loss=simpo"], "loss", "SimPO"),
-        ("dpo", ["loss=kto", "reference=precomputed"], "reference", "PrecomputedReference"),
-        ("dpo", ["loss=kto", "++trainer.batch_size=1"], "trainer.batch_size", 1),
-        ("reward_model", ["++actor.lora={_target_:verl.models.lora.LoRA,rank:0}"], "actor.lora.rank", 0),
-        ("dpo", ["++data.max_length=65"], "data.max_length", 65),
-        ("dpo", ["++data.max_length=9"], "data.max_length", 9),
-        ("dpo", ["++loss.beta=0"], "loss.beta", 0),
-    ],
-)
-def test_settings_that_do_not_go_together_are_refused(root, overrides, path, value):
-    with refusal(path, value=value):
-        validate(compose_root(root, ["actor=tiny_scratch", *overrides]))
 
 
 def test_losses_of_pairs_refuse_labelled_responses_and_kto_takes_pairs_apart(model32, tmp_path):
