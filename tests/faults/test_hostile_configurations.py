@@ -318,6 +318,13 @@ def test_the_threads_of_the_training_machine_are_not_taken_over():
     assert "seed" in found.components["trainer"]
 
 
+def test_a_file_of_a_chat_template_is_not_read_again_as_the_model_is_saved_with_what_it_held():
+    for given, kept in (("/etc/passwd", None), ("chat.jinja", None), ("{{ messages }}", "{{ messages }}")):
+        saved = {"data": of("data.files.PromptFiles", train_files=["rows.jsonl"], chat_template=given)}
+        found = allowed_config(saved, "ppo", {"environment": None, "reward": 1, "rollout": 1}, "CHECKPOINT")
+        assert (found.components["data"].get("chat_template"), found.faults) == (kept, [])
+
+
 @pytest.mark.parametrize("saved", [None, [], "text", 3, {}, {"actor": 3, "trainer": [], "data": None}, {"data": {}}])
 def test_a_configuration_of_another_form_is_named(saved):
     assert allowed_config(saved, "ppo", {}, "CHECKPOINT").faults

@@ -169,6 +169,8 @@ class _Selection:
             below = f"{path}.{_name(key)}"
             if key == TARGET or self._is_named(below):
                 continue
+            if key == "chat_template" and isinstance(value, str) and "{" not in value:
+                continue  # a file or a name: the model is saved with what it holds
             # Not a bool, which may be `trust_remote_code`.
             is_number = is_chosen and (value is None or type(value) in (int, float))
             is_component = isinstance(value, dict) and TARGET in value  # judged by itself
