@@ -118,3 +118,30 @@ def test_an_adapter_whose_weights_are_not_those_of_its_base_model_is_refused(bef
     save_file({name.replace(before, after): x for name, x in load_file(file).items()}, file)
     with refusal("path", value=str(tmp_path / "actor")):
         Pretrained(path=str(tmp_path / "actor")).load_causal_lm("cpu")
+
+
+@pytest.mark.parametrize("whole", [[], ["embed_tokens", "lm_head"]])
+def test_an_adapter_over_an_adapter_and_one_with_more_embeddings_are_what_peft_made(whole, tmp_path):
+    paths, expected = [base(tmp_path / "base", tied=False)], None
+    for number, targets in enumerate((["q_proj"], ["o_proj"])):
+        model = Pretrained(path=paths[-1]).load_causal_lm("cpu")
+        model.resize_token_embeddings(40)
+        config = LoraConfig(r=2, target_modules=targets, task_type="CAUSAL_LM", modules_to_save=whole or None)
+        adapted = get_peft_model(model, config)
+        adapted.peft_config["default"].base_model_name_or_path = paths[-1]
+        paths.append(str(tmp_path / str(number)))
+        trained(adapted).save_pretrained(paths[-1], save_embedding_layers=True)
+        expected = logits(adapted)
+    model = Pretrained(path=paths[-1]).load_causal_lm("cpu")
+    torch.testing.assert_close(logits(model), expected, atol=1e-4, rtol=1e-4)
+    assert model.config.vocab_size == 40
+    assert Pretrained(path=paths[-1]).base_path() == paths[0]
+
+
+def test_a_token_that_is_trained_in_a_tied_model_is_kept(tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(base(tmp_path / "base", tied=True))
+    config = LoraConfig(r=2, target_modules=["q_proj"], trainable_token_indices=[5], task_type="CAUSAL_LM")
+    adapted = trained(get_peft_model(model, config))
+    adapted.save_pretrained(tmp_path / "actor")
+    loaded = Pretrained(path=str(tmp_path / "actor")).load_causal_lm("cpu")
+    torch.testing.assert_close(logits(loaded), logits(adapted), atol=1e-4, rtol=1e-4)

@@ -118,19 +118,36 @@ def with_untied_config(model: Any) -> Any:
     return model
 
 
-def adapter_fault(adapted: Any, path: str) -> str | None:
-    """A difference between the names in the file of an adapter and in the model that peft has read it into, which
-    keeps its initial values where there are none; None if there is no difference.
+def with_adapter(base: Any, path: str) -> Any:
+    """A model with the adapter of a directory, its embeddings resized to those that were saved with the adapter.
+
+    Raises:
+        ConfigError: names in the file differ from those of the adapted model, which would keep its initial values.
     """
-    from peft import set_peft_model_state_dict
+    from peft import PeftModel, set_peft_model_state_dict
     from peft.utils import load_peft_weights
 
-    report = set_peft_model_state_dict(adapted, load_peft_weights(path, device="cpu"))
-    missing = [name for name in report.missing_keys if f".{adapted.active_adapter}" in name]
-    for names, fault in ((missing, "are missing"), (report.unexpected_keys, "belong to no layer of its base model")):
+    from verl.errors import ConfigError
+
+    weights = load_peft_weights(path, device="cpu")
+    embedding = base.get_input_embeddings()
+    name = next((name for name, module in base.named_modules() if module is embedding), None)
+    saved = weights.get(f"base_model.model.{name}.weight")
+    if saved is not None and len(saved) != len(embedding.weight):
+        base.resize_token_embeddings(len(saved), mean_resizing=False)
+    model: Any = PeftModel.from_pretrained(base, path)
+    report = set_peft_model_state_dict(model, weights)
+    kinds = getattr(model.base_model, "prefix", None), ".modules_to_save."
+    missing = [x for x in report.missing_keys if f".{model.active_adapter}" in x and any(k in x for k in kinds if k)]
+    unexpected = [x for x in report.unexpected_keys if kinds[1] not in x]  # peft saves resized ones under two names
+    for names, fault in ((missing, "are missing"), (unexpected, "belong to no layer of its base model")):
         if names:
-            return f"{len(names)} weights of the adapter {fault}, such as {names[0]}"
-    return None
+            raise ConfigError(
+                f"path is {path!r}: {len(names)} weights of the adapter {fault}, such as {names[0]}. Give an adapter "
+                f"of {model.peft_config[model.active_adapter].base_model_name_or_path}, as save_pretrained of peft "
+                "writes it."
+            )
+    return model
 
 
 def head_options(path: str, adapter: Mapping[str, Any]) -> dict[str, Any]:

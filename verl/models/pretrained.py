@@ -15,7 +15,7 @@ from verl.component import Description, component
 from verl.errors import ConfigError
 from verl.models.gguf import gguf_faults, is_gguf, unavailable, unpacked
 from verl.models.images import ImageProcessor, is_image_text
-from verl.models.lora import adapter_fault, head_options, merged_model, with_untied_config
+from verl.models.lora import head_options, merged_model, with_adapter, with_untied_config
 from verl.models.model_files import (
     SafetensorsReader,
     asks_hub,
@@ -393,7 +393,7 @@ class Pretrained(ModelSource):
         return self._count_of(CONTEXT_KEYS)
 
     def vocabulary(self) -> int | None:
-        return self._count_of(("vocab_size",))
+        return None if self.adapter() else self._count_of(("vocab_size",))  # an adapter may bring more embeddings
 
     def _count_of(self, keys: Sequence[str]) -> int | None:
         config = self._config()
@@ -415,7 +415,7 @@ class Pretrained(ModelSource):
 
     def base_path(self) -> str:
         """Directory or hub name of the model; for an adapter that of its base model."""
-        return (self.adapter() or {}).get("base_model_name_or_path") or self.files()
+        return self.files() if (adapter := self.adapter()) is None else self._base(adapter).base_path()
 
     def _config(self) -> dict[str, Any]:
         """config.json of the model, for an adapter that of its base model; empty without one."""
@@ -437,17 +437,9 @@ class Pretrained(ModelSource):
             with self._failure_explained(self.path, "the model"):
                 return self._load_whole(auto_class, device, **options)
         with self._failure_explained(self.path, "the adapter"):
-            from peft import PeftModel
-
             below = self._base(adapter)._load(auto_class, device, **head_options(self.path, adapter))
             with quiet_transformers():
-                adapted = PeftModel.from_pretrained(below, self.path)
-                if (fault := adapter_fault(adapted, self.path)) is not None:
-                    raise ConfigError(
-                        f"path is {self.path!r}: {fault}. Give an adapter of {adapter['base_model_name_or_path']}, as "
-                        "save_pretrained of peft writes it."
-                    )
-                model = merged_model(adapted).requires_grad_(True).eval()
+                model = merged_model(with_adapter(below, self.path)).requires_grad_(True).eval()
             model.name_or_path = self.path  # not that of the base model, whose weights it has no longer
             return model
 
