@@ -5,12 +5,14 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from cli.small_runs import small_run
+from cluster.processes_of import wait_until_gone
 from typer.testing import CliRunner
 
 from verl.checkpoint.read.lazy_tensors import as_tensor
@@ -131,6 +133,28 @@ def test_a_run_that_stands_still_is_named_with_its_stage_and_ended(tmp_path, mon
     told = r"the straight run made no progress for 2 s \(--timeout\) at: generating; it is stopped .*; it was ended"
     with pytest.raises(RunFailed, match=told):
         legs.run("straight", "straight", [])
+
+
+SLOW = """
+import sys
+import time
+from verl.cli import resume_check
+from verl.cli.main import app
+child = "import os, time; print(os.getpid(), file=open('pid', 'w'), flush=True); time.sleep(600)"
+resume_check.COMMAND = sys.executable, "-c", child
+app(["resume-check", "--steps", "2", "--at", "1"])
+"""
+
+
+def test_a_command_that_is_terminated_leaves_no_process(tmp_path):
+    command = subprocess.Popen([sys.executable, "-c", SLOW], cwd=tmp_path, env={**os.environ, "TMPDIR": str(tmp_path)})
+    while not (pid := (tmp_path / "pid").read_text() if (tmp_path / "pid").exists() else ""):
+        assert command.poll() is None
+        time.sleep(0.05)
+    command.terminate()
+    assert command.wait(60) == 143
+    assert wait_until_gone([int(pid)]) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["pid"]
 
 
 @pytest.mark.exhaustive

@@ -20,6 +20,7 @@ from verl.compose.schema import set_own_conf_dirs
 from verl.errors import BadCheckpoint, ConfigError, VerlError
 from verl.utils.external_input import plain, printable
 from verl.utils.redact import redact
+from verl.utils.signals import Terminated
 
 FOUND, FAILED = 1, 2
 
@@ -56,6 +57,8 @@ def one_line_errors() -> Iterator[None]:
         if isinstance(end.__context__, BrokenPipeError):  # rich has made an exit of it
             raise end.__context__ from None
         raise
+    except Terminated as end:
+        raise typer.Exit(128 + end.number) from end
     except BadCheckpoint as error:
         fail(str(error), FOUND)
     except (VerlError, OSError) as error:

@@ -30,7 +30,6 @@ from verl.tracking.jsonl import json_lines
 from verl.utils.directories import TemporaryDirectory
 from verl.utils.external_input import plain, write_whole
 from verl.utils.redact import redact_tree
-from verl.utils.signals import orderly_termination
 
 if TYPE_CHECKING:
     from verl.compose.load_policy import SavedPolicy
@@ -292,7 +291,7 @@ def serve_policy(
         )  # fmt: skip
         echo(f"{saved.description} at {server.url}")
         try:
-            with contextlib.suppress(KeyboardInterrupt), orderly_termination():
+            with contextlib.suppress(KeyboardInterrupt):
                 server.serve_forever(poll_interval=0.1)
         finally:
             server.server_close()

@@ -26,7 +26,7 @@ from verl.tracking.console import print_table
 from verl.utils.child_process.interpreter import run_main
 from verl.utils.env_check import BACKENDS, check_env
 from verl.utils.redact import redact_output
-from verl.utils.signals import component_exits
+from verl.utils.signals import component_exits, orderly_termination
 
 FAMILIES_WIDTH = 80
 
@@ -63,7 +63,7 @@ class _Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         if ctx.meta["trains"]:
             return super().invoke(ctx)
-        with component_exits(), one_line_errors():
+        with component_exits(), one_line_errors(), orderly_termination():
             return super().invoke(ctx)
 
 

@@ -32,6 +32,7 @@ from verl.errors import ConfigError, VerlError
 from verl.utils.child_process.process import reap
 from verl.utils.directories import TemporaryDirectory
 from verl.utils.progress import STARTER_VARIABLE, Progress, ProgressWatch
+from verl.utils.signals import Terminated
 
 if TYPE_CHECKING:
     from verl.checkpoint.core.checkpoint import Checkpoint
@@ -99,7 +100,9 @@ class RunLauncher:
                     return None if code == 0 else f"ended with status {code}"
                 if watch.is_overdue:
                     return f"{watch.describe(process.pid, '--timeout')}; it was ended"
-        except KeyboardInterrupt:  # the child has received it too
+        except KeyboardInterrupt as error:  # Ctrl-C has reached the child too
+            if isinstance(error, Terminated):
+                process.send_signal(error.number)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=END_TIMEOUT_S)
             raise
