@@ -11,6 +11,7 @@ from verl.compose import warm_start
 from verl.compose.compose import compose_root
 from verl.compose.validate import validate
 from verl.compose.warm_start import resolve_warm_starts, warm_start_dir
+from verl.utils.directories import kernel_cache_directory
 
 SHORT = ["debug=smoke", "++data.held_out=10", "++data.train_size=64", "++trainer.batch_size=16"]
 
@@ -55,6 +56,20 @@ def test_lengths_that_the_model_cannot_hold_are_refused_before_it_is_trained(cac
     with refusal("data.max_prompt_length", value=100):
         resolve_warm_starts(run, Console(file=io.StringIO()), SHORT)
     assert not cache.exists()
+
+
+def test_a_cache_that_cannot_be_is_refused_before_it_is_trained(tmp_path, monkeypatch):
+    run = validate(compose_root("ppo"))
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("VERL_CACHE", str(tmp_path / "file" / "cache"))
+    with refusal("VERL_CACHE"):
+        resolve_warm_starts(run, Console(file=io.StringIO()), SHORT)
+    for name in ("VERL_CACHE", "TORCHINDUCTOR_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)  # as for a user without a home directory
+    assert kernel_cache_directory() is None
+    with refusal("VERL_CACHE"):
+        resolve_warm_starts(run, Console(file=io.StringIO()), SHORT)
 
 
 def test_the_key_follows_the_fine_tuning_run_and_the_sources(cache, monkeypatch):

@@ -24,7 +24,7 @@ from verl.compose.schema import group_options
 from verl.compose.validate import validate
 from verl.errors import ConfigError
 from verl.models.model_files import WARM_START
-from verl.utils.directories import TemporaryDirectory, cache_root
+from verl.utils.directories import TemporaryDirectory, cache_root, unwritable
 from verl.utils.memory import gpu_name_from_outside
 
 if TYPE_CHECKING:
@@ -102,6 +102,8 @@ def _actor_dir(name: str, console: Console, overrides: Sequence[str], used_by: A
     if (final / "actor" / "config.json").is_file():
         console.print(f"{WARM_START}{name} lies in {final}", soft_wrap=True)
         return final / "actor"
+    if (fault := unwritable(final.parent)) is not None:
+        raise ConfigError(f"VERL_CACHE leads to {final.parent}: {fault}. Set it to a directory that can be written.")
     with_architectures(used_by)  # refuses lengths beyond the model's context before it is trained
     console.print(f"{WARM_START}{name} is trained once; later runs find it ...", soft_wrap=True)
     begin = time.monotonic()

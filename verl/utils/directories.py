@@ -14,6 +14,7 @@ import weakref
 from pathlib import Path
 from types import TracebackType
 
+from verl.errors import ConfigError
 from verl.utils.orphan_cleanup import CLEANUP
 
 KERNEL_CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
@@ -78,16 +79,23 @@ def kernel_cache_directory() -> Path | None:
 
 
 def cache_root() -> Path:
-    """`$VERL_CACHE`, by default `~/.cache/verl`."""
-    return Path(os.environ.get("VERL_CACHE") or Path.home() / ".cache" / "verl").expanduser()
+    """`$VERL_CACHE`, by default `~/.cache/verl`.
+
+    Raises:
+        ConfigError: it is not set, and this user has no home directory.
+    """
+    try:
+        return Path(os.environ.get("VERL_CACHE") or "~/.cache/verl").expanduser()
+    except RuntimeError as error:
+        raise ConfigError("VERL_CACHE is not set, and this user has no home directory. Set it.") from error
 
 
 def cache_directory(name: str) -> Path | None:
     """A directory in `cache_root`; None if it is not writable."""
-    directory = cache_root() / name
     try:
+        directory = cache_root() / name
         directory.mkdir(parents=True, exist_ok=True)
-    except OSError:
+    except (OSError, ConfigError):
         return None
     return directory if os.access(directory, os.W_OK) else None
 
