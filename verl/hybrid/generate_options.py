@@ -159,9 +159,9 @@ def prompt_rows(input_ids: Any, attention_mask: Tensor | None, config: Generatio
 
 
 class CallTokenizer:
-    """A tokenizer, or none, with the pad token of a call and without EOS, since the call has its own stop tokens."""
+    """A tokenizer, or none, with the pad token of a call and without ends of its own, since the call has stop tokens."""
 
-    eos_token_id = None
+    eos_token_id = chat_template = None
 
     def __init__(self, tokenizer: Any, pad: int):
         self._tokenizer, self.pad_token_id = tokenizer, pad
