@@ -159,7 +159,7 @@ def prompt_rows(input_ids: Any, attention_mask: Tensor | None, config: Generatio
 
 
 class CallTokenizer:
-    """A tokenizer, or none, with the pad token of a call and without ends of its own, since the call has stop tokens."""
+    """A tokenizer, or none, with the pad token of a call and without ends of its own: the call has stop tokens."""
 
     eos_token_id = chat_template = None
 
