@@ -253,7 +253,13 @@ def test_a_sweep_gives_each_job_its_values_and_directory(tmp_path, run_script):
 
 @pytest.mark.exhaustive
 def test_a_job_that_fails_does_not_end_the_sweep(tmp_path, run_script):
-    done = run_script(str(ROOT / "main_ppo.py"), "-m", "actor.optimizer.lr=-1,1e-3", "trainer.group_sise=2")
+    (tmp_path / "sweep" / "0").mkdir(parents=True)
+    for name in ("config.yaml", "overrides.yaml"):  # of another run, which may be running
+        (tmp_path / "sweep" / "0" / name).write_text("- trainer.seed=7\n")
+    words = ["actor.optimizer.lr=-1,1e-3", "trainer.group_sise=2", f"hydra.sweep.dir={tmp_path}/sweep"]
+    done = run_script(str(ROOT / "main_ppo.py"), "-m", *words)
+    assert (tmp_path / "sweep/0/overrides.yaml").read_text() == "- trainer.seed=7\n"
+    assert "trainer.group_sise=2" in (tmp_path / "sweep/1/overrides.yaml").read_text()
     assert done.returncode == 2
     assert done.stderr.count("group_sise is not a known key") == 2
     assert "Job 0 of the sweep ended with status 2" in done.stderr

@@ -190,7 +190,8 @@ def _run_hydra(root: str, main: Callable[[RunStart], Any], faults: Sequence[str]
             statuses.append(int(end.code or 0))
             if running.mode != RunMode.MULTIRUN or statuses[-1] in (INTERRUPTED, HUNG_UP, TERMINATED):
                 raise
-            if not job.is_recorded:  # it was refused before: the table of a sweep lists every job
+            # it was refused before: the table of a sweep lists every job; another run's record stays
+            if not job.is_recorded and not (run_dir / "config.yaml").exists():
                 save_overrides(overrides, run_dir)
             _tell(f"Job {running.job.num} of the sweep ended with status {statuses[-1]}; this does not end the sweep.")
 

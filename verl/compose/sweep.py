@@ -18,5 +18,5 @@ class SweepTable(Callback):
         directory = Path(config.hydra.sweep.dir)
         if not directory.is_dir() or not (jobs := outcomes(directory)):
             return
-        show(jobs, f"Sweep of {len(jobs)} jobs")
+        show(jobs, f"Sweep of {len(jobs)} job{'s' if len(jobs) > 1 else ''}")
         print(write(directory, jobs))  # noqa: T201 - output of the command
