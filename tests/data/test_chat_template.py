@@ -22,6 +22,7 @@ CHATML = (
 )
 NO_SYSTEM = "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
 NO_SYSTEM += "{{ m.content }}{% endfor %}"
+NO_OTHER = NO_SYSTEM.replace("'system'", "'chatgpt'")
 FORGETS = (  # earlier turns lose what they said, as templates do that strip thoughts
     "{% for m in messages %}<{{ m.role }}>{% if loop.last or m.role == 'user' %}{{ m.content }}{% endif %}<eos>"
     "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -241,6 +242,17 @@ def test_a_template_is_taken_by_its_name_or_from_a_file(tmp_path):
 def test_a_variable_that_the_template_does_not_read_or_that_is_no_setting_is_refused_by_name(name):
     with refusal(f"chat_template_kwargs.{name}", value="False"):
         prompts([{"prompt": [USER]}], chat_template=THINKS, chat_template_kwargs={name: False})
+
+
+def test_sharegpts_conversations_are_chats():
+    turns = [{"from": "system", "value": "Add."}, {"from": "human", "value": "1+1="}, {"from": "gpt", "value": "2"}]
+    found = SFTDataset.from_rows([{"conversations": [*turns, *turns[1:]]}], TOKENIZER, {})
+    expected = conversations([SYSTEM, USER, ANSWER, USER, ANSWER])
+    assert all(torch.equal(found[0][name], x) for name, x in expected[0].items())
+    with refusal("chat_template", value="chatgpt"):  # a role that no template is known to have stays as it is
+        SFTDataset.from_rows(
+            [{"conversations": [*turns, {"from": "chatgpt", "value": ""}]}], TOKENIZER, {"chat_template": NO_OTHER}
+        )
 
 
 # A chat that ends with the assistant, and tools

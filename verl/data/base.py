@@ -240,7 +240,7 @@ class SFTOptions(RowOptions, TextSource):
         prompt_key: column of the prompt, a text or a list of chat messages.
         completion_key: column of the text to learn; None for `completion`, or `response` if there is none.
         messages_key: column of whole conversations, whose assistant turns are learned; the two columns above are then
-            unused. None for prompts and completions, or for `messages` in data without a column of prompts.
+            unused. None for prompts and completions, or for `messages` or `conversations` without prompts.
         max_length: the most tokens of prompt, completion and EOS together.
         truncation: treatment of longer sequences. `error` refuses the data set and reports their number; `left` cuts
             the start of the prompt, `right` the end of the completion with its EOS; `drop` leaves the row out.

@@ -21,6 +21,7 @@ from verl.models.images import images_of
 FinalAssistant = Literal["error", "drop", "answer"]
 Messages = Sequence[Mapping[str, Any]]
 PINNED_DAY = "verl_day"  # attribute of a tokenizer: the date that its chat template writes
+SHAREGPT = {"human": "user", "gpt": "assistant"}  # its names of roles
 REPLACED = "verl_replaced"  # attribute of a tokenizer: its own template, by the one that stands in its place
 GIVEN = ("messages", "tools", "add_generation_prompt", "documents")  # variables that are not settings of a template
 _log = logging.getLogger(__name__)
@@ -335,7 +336,8 @@ def as_chat(value: Any) -> Any:
     """Chat messages with one text as the content of each; any other value unchanged.
 
     Messages may be given as JSON text, with a list of text parts as content, and without content if with tool calls.
-    The arguments of calls may be JSON text, as OpenAI writes them; templates take mappings.
+    The arguments of calls may be JSON text, as OpenAI writes them; templates take mappings. ShareGPT's `from` and
+    `value` are `role` and `content`.
     """
     if isinstance(value, str) and value.lstrip()[:1] == "[" and '"role"' in value:
         with contextlib.suppress(ValueError, RecursionError):
@@ -345,6 +347,9 @@ def as_chat(value: Any) -> Any:
 
 
 def _with_text(message: Any) -> Any:
+    if isinstance(message, Mapping) and "role" not in message and {"from", "value"} <= message.keys():
+        others = {key: value for key, value in message.items() if key not in ("from", "value")}
+        message = {"role": SHAREGPT.get(message["from"], message["from"]), "content": message["value"], **others}
     parts = message.get("content") if isinstance(message, Mapping) else None
     if parts is None and isinstance(message, Mapping) and message.get("tool_calls"):
         parts = []

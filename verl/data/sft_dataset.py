@@ -32,7 +32,7 @@ from verl.protocol import DataProto
 
 COMPLETION_KEYS = ("completion", "response")
 log = logging.getLogger(__name__)
-MESSAGES_KEY = "messages"
+MESSAGES_KEYS = ("messages", "conversations")
 
 
 @dataclass(frozen=True)
@@ -253,8 +253,9 @@ class SFTDataset:
         num_rows = len(rows) + len(bad)
         chat = ChatTemplate(tokenizer, template_in_use(tokenizer, options), options.system_prompt)
         present = {name for row in rows.values for name in row}
-        is_default = options.messages_key is None and options.prompt_key not in present and MESSAGES_KEY in present
-        messages_key = MESSAGES_KEY if is_default else options.messages_key
+        messages_key = options.messages_key
+        if messages_key is None and options.prompt_key not in present:
+            messages_key = next((key for key in MESSAGES_KEYS if key in present), None)
         key = messages_key or options.prompt_key
         rows = with_images(with_chats(rows, key), key, options, tokenizer, bad)
         if messages_key is not None and chat.source is not None:
