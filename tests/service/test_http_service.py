@@ -281,7 +281,8 @@ def test_an_adapter_is_downloaded_in_the_form_of_peft(served, tokenizer):
 # -- clients that do something else
 
 
-def test_many_requests_at_once_are_each_answered_as_alone(served, tokenizer):
+@pytest.mark.parametrize("count", [60, pytest.param(200, marks=pytest.mark.slow)])
+def test_many_requests_at_once_are_each_answered_as_alone(served, tokenizer, count):
     """Two clients train and sample at the same time; each has the results that it has alone."""
     service = client_of(served)
     sampler = service.create_sampling_client(base_model="small").result()
@@ -297,7 +298,7 @@ def test_many_requests_at_once_are_each_answered_as_alone(served, tokenizer):
     expected = [train(seed) for seed in (1, 2)]
     with ThreadPoolExecutor(2) as pool:
         trainings = [pool.submit(train, seed) for seed in (1, 2)]
-        futures = [sampler.sample(prompts[i % 4], 2, types.SamplingParams(max_tokens=4, seed=9)) for i in range(60)]
+        futures = [sampler.sample(prompts[i % 4], 2, types.SamplingParams(max_tokens=4, seed=9)) for i in range(count)]
         for i, future in enumerate(futures):
             assert [x.tokens for x in future.result().sequences] == alone[i % 4]
         assert [x.result() for x in trainings] == expected
