@@ -347,9 +347,9 @@ def as_chat(value: Any) -> Any:
 
 
 def _with_text(message: Any) -> Any:
-    if isinstance(message, Mapping) and "role" not in message and {"from", "value"} <= message.keys():
+    if isinstance(message, Mapping) and "role" not in message and isinstance(role := message.get("from"), str):
         others = {key: value for key, value in message.items() if key not in ("from", "value")}
-        message = {"role": SHAREGPT.get(message["from"], message["from"]), "content": message["value"], **others}
+        message = {"role": SHAREGPT.get(role, role), "content": message.get("value"), **others}
     parts = message.get("content") if isinstance(message, Mapping) else None
     if parts is None and isinstance(message, Mapping) and message.get("tool_calls"):
         parts = []

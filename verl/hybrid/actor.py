@@ -22,13 +22,7 @@ from verl import config
 from verl.component import BuildContext
 from verl.compose.from_yaml import described, load_rollout
 from verl.errors import ConfigError, faults_below
-from verl.hybrid.generate_options import (
-    CallTokenizer,
-    prompt_rows,
-    read_options,
-    sampling_options,
-    seed_of_call,
-)
+from verl.hybrid.generate_options import CallTokenizer, prompt_rows, read_options, sampling_options, seed_of_call
 from verl.hybrid.parallel import HybridConfig, HybridParallelism, hybrid_parallelism
 from verl.model_paths.check import forget
 from verl.models.images import save_tokenizer
@@ -163,10 +157,7 @@ class HybridActor:
         with self._lock:
             _refuse_no_actor(model)
             if self._parallelism is not None:
-                size = self._parallelism.world_size
-                raise ConfigError(
-                    f"model cannot be replaced: it is sharded over {size} processes. Make a new HybridActor."
-                )
+                raise ConfigError("model cannot be replaced: it is sharded over processes. Make a new HybridActor.")
             self._model = model
             forget(model)
             self._end_engine()
