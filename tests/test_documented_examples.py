@@ -5,7 +5,6 @@ Commands of training are composed and checked; those of `verl` that look at a ru
 is in NOT_RUN with the reason.
 """
 
-import contextlib
 import itertools
 import json
 import os
@@ -34,6 +33,7 @@ from verl.compose.compose import compose_root
 from verl.compose.overrides import command_line
 from verl.compose.validate import validate
 from verl.errors import ConfigError
+from verl.serving.http_api import PolicyServer
 
 pytestmark = pytest.mark.slow
 
@@ -217,26 +217,6 @@ def finished(model32, tmp_path_factory) -> Path:
     return directory
 
 
-@contextlib.contextmanager
-def ended_when_it_listens() -> Iterator[None]:
-    """Send this process a SIGTERM once somebody within handles it: a server goes on until then."""
-    before, is_over = signal.getsignal(signal.SIGTERM), threading.Event()
-
-    def end() -> None:
-        while signal.getsignal(signal.SIGTERM) == before:
-            if is_over.wait(0.05):
-                return
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    thread = threading.Thread(target=end)
-    thread.start()
-    try:
-        yield
-    finally:
-        is_over.set()
-        thread.join()
-
-
 @pytest.mark.parametrize("command", of_kind("looking"))
 def test_a_command_that_looks_at_a_run_is_done_with_it(command, finished, model32, monkeypatch):
     monkeypatch.chdir(finished)
@@ -246,8 +226,14 @@ def test_a_command_that_looks_at_a_run_is_done_with_it(command, finished, model3
         "plan": [f"actor.model.path={model32.path}"],
         "serve-policy": ["--port", "0"],
     }.get(words[0], [])
-    with ended_when_it_listens() if words[0] == "serve-policy" else contextlib.nullcontext():
-        result = CliRunner().invoke(app, [*words, *own])
+    serve = PolicyServer.serve_forever
+
+    def for_a_moment(server, *arguments, **options):  # a server goes on until a signal
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        serve(server, *arguments, **options)
+
+    monkeypatch.setattr(PolicyServer, "serve_forever", for_a_moment)
+    result = CliRunner().invoke(app, [*words, *own])
     assert result.exit_code == 0, result.output
 
 
