@@ -1,8 +1,8 @@
 # make quickstart   install into .venv, train a tiny model by SFT and then PPO, show that it learned
 # make rlhf         SFT, a reward model from preferences, PPO against it, and DPO from the same pairs; one table of accuracies
-# make test         install, then check layers and style, and run for each promise its cheapest test: about 6 minutes on
+# make test         install, then check layers and style, and run for each promise its cheapest test: 6 to 9 minutes on
 #                   2 idle cores; of what starts processes, one case of each kind
-# make test-all     types too, and every test but the exhaustive ones: about 11 minutes on 2 idle cores
+# make test-all     types too, and every test but the exhaustive ones: 11 to 30 minutes on 2 idle cores
 # make faults       every kill, power cut and refusal that checkpoints must survive, 200 kills of a trainer, and kills and
 #                   stops of trainer and vLLM engine; tens of minutes
 # make exhaustive   what make test-all leaves out because it takes long: further cases, every layout, model family and
