@@ -58,13 +58,6 @@ def test_a_file_in_the_place_of_a_directory_of_the_store_is_found_before_the_fir
         refuse_here(validate(compose_root("ppo", ["++checkpoint.save_dir=saved"])))
 
 
-@pytest.mark.parametrize("gpus", [64, 0.5])
-def test_more_gpus_than_this_machine_has_are_refused_before_ray_starts(gpus, monkeypatch):
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    with refusal("trainer.placement.num_gpus", value=gpus):
-        refuse_here(validate(compose_root("ppo", ["trainer=ray", f"++trainer.placement.num_gpus={gpus}"])))
-
-
 def test_a_run_with_ray_is_planned_where_ray_is_not_installed_and_refused_before_it_starts(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     run = validate(compose_root("ppo", ["trainer=ray"]))

@@ -57,15 +57,6 @@ class Placement(Description):
         """
         yield from ()
 
-    def lacks(self, roles: Collection[str], nnodes: int, per_node: int, device: str) -> Iterator[str]:
-        """Yield the resources that the machines lack for the roles of a run, each with its full config path.
-
-        Args:
-            nnodes, per_node: requested machines, and workers on each.
-            device: `trainer.device`.
-        """
-        yield from ()
-
     def sizes(self, roles: Collection[str], size: int) -> dict[str, int]:
         """Number of processes of each role."""
         raise NotImplementedError

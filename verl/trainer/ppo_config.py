@@ -302,7 +302,7 @@ class PPORun(PPODescription):
                 yield from error.faults
 
     def preflight(self, context: BuildContext) -> Iterator[str]:
-        yield from preflight_faults(self, context, self.placed_roles, self.replay is not None)
+        yield from preflight_faults(self, context, self.replay is not None)
 
     def preflight_fields(self) -> Iterator[str]:
         away = () if self.trainer.placement is None else ("rollout",)  # checked on the machine of the actor

@@ -152,19 +152,13 @@ def metric_faults(run: Any, evaluated: Sequence[str]) -> Iterator[str]:
         yield f"checkpoint.{name} is {key!r}: {where} {', '.join(evaluated)}.{hint(nearest(key, evaluated))}"
 
 
-def preflight_faults(
-    run: Any, context: BuildContext, roles: Collection[str], uses_storage: bool = False
-) -> Iterator[str]:
-    """Faults of machines, of the run directory, the save directory and `resume` that can be found without locking or
+def preflight_faults(run: Any, context: BuildContext, uses_storage: bool = False) -> Iterator[str]:
+    """Faults of the run directory, the save directory and `resume` that can be found without locking or
     downloading anything.
 
     Args:
-        roles: that `trainer.placement` places.
         uses_storage: `run.storage` holds other data than checkpoints too.
     """
-    placement, settings = run.trainer.placement, run.trainer
-    if placement is not None:
-        yield from placement.lacks(roles, settings.nnodes, settings.n_gpus_per_node, settings.device)
     config = as_plain(run)
     unknown = {"tokenizer", *paths_of_texts(config, WARM_START)}
     unknown |= {f"data.{name}" for name in getattr(run.data, "settled_fields", ())}

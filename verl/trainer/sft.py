@@ -95,7 +95,7 @@ class SFTRun(Description):
         return {"actor": of_roles.pop("learner"), **of_roles}
 
     def preflight(self, context: BuildContext) -> Iterator[str]:
-        yield from preflight_faults(self, context, self.shardings())
+        yield from preflight_faults(self, context)
 
     def host(self, total_updates: int, restore: RestoreSource | None) -> SFTHost:
         """The roles of this run."""

@@ -55,7 +55,7 @@ def test_an_address_where_no_cluster_answers_is_named(monkeypatch):
 
 @pytest.mark.exhaustive
 def test_an_address_where_something_else_listens_is_named_when_its_time_is_over():
-    join = "from verl.cluster.ray.ray_init import machines_of; machines_of(sys.argv[1], 3.0)"
+    join = "from verl.cluster.ray.ray_init import *; RaySession(RaySettings(sys.argv[1], 0, 0, None, 3.0))"
     with socket.create_server(("127.0.0.1", 0)) as silent:
         words = [sys.executable, "-c", f"import sys; {join}", f"127.0.0.1:{silent.getsockname()[1]}"]
         done = subprocess.run(words, capture_output=True, text=True, timeout=35, check=False)  # Ray gives up after 40 s

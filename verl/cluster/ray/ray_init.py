@@ -8,7 +8,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
-import math
 import os
 import shlex
 import signal
@@ -91,16 +90,18 @@ class RaySession:
         Raises:
             VerlError: the cluster does not have, or does not free, the resources in time.
         """
+        there, limit_s = ray.cluster_resources(), self.settings.start_timeout_s
+        if any(there.get(name, 0.0) < count * len(bundles) for name, count in bundles[0].items()):
+            limit_s = 0.0  # waiting would not help
         group = placement_group(bundles, strategy=strategy)
         try:
-            ray.get(group.ready(), timeout=self.settings.start_timeout_s)
+            ray.get(group.ready(), timeout=limit_s)
         except GetTimeoutError as error:
             remove_placement_group(group)
             raise VerlError(
-                f"Ray has no room for {len(bundles)} workers of {_said(bundles[0])} ({strategy}) after "
-                f"{self.settings.start_timeout_s:g} s: the cluster has {_said(ray.cluster_resources())}, of which "
-                f"{_said(ray.available_resources())} are free. Set trainer.n_gpus_per_node or "
-                "trainer.placement.num_cpus lower, or add machines."
+                f"Ray has no room for {len(bundles)} workers of {_said(bundles[0])} ({strategy}) after {limit_s:g} s: "
+                f"the cluster has {_said(there)}, of which {_said(ray.available_resources())} are free. Set "
+                "trainer.nnodes, trainer.n_gpus_per_node or trainer.placement.num_cpus lower, or add machines."
             ) from error
         return group
 
@@ -164,40 +165,6 @@ class RaySession:
         finally:
             del os.environ[SESSION_VARIABLE]
         RaySession._words = CLEANUP.register(last_words=_last_words(ray._private.worker._global_node))
-
-
-@dataclass(frozen=True)
-class RayMachine:
-    """A machine of a cluster, with its total resources."""
-
-    name: str
-    cpus: float
-    gpus: float
-
-    def room(self, num_cpus: float, num_gpus: float) -> float:
-        """Number of workers with these resources that fit; may be fractional."""
-        held = [have // want for have, want in ((self.cpus, num_cpus), (self.gpus, num_gpus)) if want]
-        return min(held, default=math.inf)
-
-    def __str__(self) -> str:
-        return f"{self.name}: {self.cpus:g} CPU, {self.gpus:g} GPU"
-
-
-def machines_of(address: str, timeout_s: float) -> list[RayMachine]:
-    """The live machines of a cluster, which has to answer within `timeout_s`.
-
-    Raises:
-        ConfigError: no cluster answers at the address.
-    """
-    session = RaySession(RaySettings(address, 0, 0, None, timeout_s))
-    try:
-        nodes = [node for node in ray.nodes() if node["Alive"]]
-    finally:
-        session.close()
-    return [
-        RayMachine(node["NodeManagerHostname"], node["Resources"].get("CPU", 0.0), node["Resources"].get("GPU", 0.0))
-        for node in nodes
-    ]
 
 
 def _last_words(node: Any) -> dict[int, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import field, replace
@@ -110,52 +109,15 @@ class RayPlacement(Placement):
         if len(here) == len(roles):
             yield f"in_driver names {', '.join(here)}: no role is left for Ray. Set trainer=local, or leave one out."
 
-    def lacks(self, roles: Collection[str], nnodes: int, per_node: int, device: str) -> Iterator[str]:
-        sizes = self._pool_sizes(roles, nnodes * per_node)
+    def preflight(self, context: BuildContext) -> Iterator[str]:
         if self.address is None:
-            import torch
-
-            there = torch.cuda.device_count()
-            gpus = self._gpus_of_worker(device != "cpu" and there > 0)
-            needed = math.ceil(gpus) * sum(max(sizes[x] for x in pools) for pools in self.sharing(list(sizes), gpus))
-            if needed > there:
-                yield (
-                    f"trainer.placement.num_gpus is {gpus:g}: the workers of this run need {needed} GPUs, and this "
-                    f"machine has {there}. Set it or trainer.n_gpus_per_node lower, or join a cluster by "
-                    "trainer.placement.address."
-                )
             return
-        from verl.cluster.ray.ray_init import machines_of
+        from verl.cluster.ray.ray_init import RaySession, RaySettings
 
         try:
-            machines = machines_of(self.address, self.start_timeout_s)
+            RaySession(RaySettings(self.address, 0, 0, None, self.start_timeout_s)).close()
         except ConfigError as error:
-            yield from error.faults
-            return
-        nodes = "; ".join(map(str, machines))
-        where = f"the Ray cluster at {self.address} has {len(machines)} machine{'s' if len(machines) > 1 else ''}"
-        more = "Add machines with `ray start --address=HEAD:6379`"
-        if len(machines) < nnodes:
-            yield f"trainer.nnodes is {nnodes}: {where} ({nodes}). {more}, or set trainer.nnodes={len(machines)}."
-            return
-        gpus = self._gpus_of_worker(device != "cpu" and any(machine.gpus for machine in machines))
-        wide = [machine for machine in machines if not gpus or machine.gpus >= gpus * per_node]
-        if len(wide) < nnodes:
-            yield (
-                f"trainer.n_gpus_per_node is {per_node}: {where}, of which {len(wide)} of {nnodes} have {gpus:g} GPU "
-                f"for each of {per_node} workers ({nodes}). {more}, or set it lower."
-            )
-            return
-        together = self.sharing(list(sizes), gpus)
-        cpus, whole = self.num_cpus * max(map(len, together)), math.ceil(gpus) if gpus else 0
-        total = sum(max(sizes[pool] for pool in pools) for pools in together)
-        room = sum(machine.room(cpus, whole) for machine in machines)
-        if room < total:
-            yield (
-                f"trainer.n_gpus_per_node is {per_node} and trainer.nnodes is {nnodes}: {where} with room for {room:g} "
-                f"workers of {cpus:g} CPU and {whole:g} GPU, and {total} are asked for ({nodes}). {more}, or "
-                "set trainer.n_gpus_per_node or trainer.placement.num_cpus lower."
-            )
+            yield from (fault.removeprefix("trainer.placement.") for fault in error.faults)
 
     @staticmethod
     def sharing(pools: Sequence[str], gpus: float) -> list[list[str]]:

@@ -6,16 +6,13 @@ Calls run one after another in one thread; `progress`, `stack` and `end` run in 
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import pickle
 import socket
 import sys
 import threading
-import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,8 +23,6 @@ from verl.utils.child_process.interpreter import rare_garbage_collection
 from verl.utils.progress import Progress, report, report_to
 
 LOOPBACK = "127.0.0.1"
-ATTEMPTS, ATTEMPT_S = 6, 5.0  # a machine that accepts no connection for 30 s is lost
-_UNREACHABLE = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN}
 _ADDRESS_OF_INTERFACE = 0x8915  # SIOCGIFADDR of Linux
 
 
@@ -52,12 +47,6 @@ def own_gpu(ids: Sequence[str], visible: str | None) -> int:
         return int(ids[0])
     names = [name.strip() for name in visible.split(",")]
     return names.index(ids[0]) if ids[0] in names else 0
-
-
-def _end_without(driver: str) -> None:
-    """End this process, even during a call, because the driver's machine is unreachable."""
-    os.write(2, f"The driver's machine {driver} is out of reach: this worker ends.\n".encode())
-    os._exit(1)
 
 
 class RoleWorker:
@@ -87,18 +76,14 @@ class RoleWorker:
         search_path: Sequence[str],
         env: Mapping[str, str],
         num_threads: int,
-        driver: tuple[str, int] | None,
     ) -> RayReply:
         """Build the roles.
 
         Args:
             payload: the pickled (host description, build context).
-            driver: host and port of the driver's machine, if remote; when unreachable, this process ends.
         """
         import torch
 
-        if driver is not None:
-            ReachabilityWatch(driver, partial(_end_without, driver[0]))
         self._thread = threading.get_ident()
         report("building the roles")
         try:
@@ -157,41 +142,6 @@ def free_address(host: str) -> str:
     probe.bind((host, 0))
     _reserved.append(probe)
     return f"tcp://{f'[{host}]' if ':' in host else host}:{probe.getsockname()[1]}"
-
-
-class ReachabilityWatch:
-    """Calls `on_lost` once, in its own thread, after a machine accepted no connection in 6 attempts of 5 seconds.
-
-    The machine's kernel answers, so a busy or suspended process, or a closed port, counts as reachable.
-
-    Args:
-        address: host and port.
-    """
-
-    def __init__(self, address: tuple[str, int], on_lost: Callable[[], object]):
-        self._address, self._on_lost, self._is_closed = address, on_lost, threading.Event()
-        threading.Thread(target=self._watch, daemon=True, name="verl reachability").start()
-
-    def close(self) -> None:
-        self._is_closed.set()
-
-    def _watch(self) -> None:
-        failures = 0
-        while failures < ATTEMPTS:
-            began = time.monotonic()
-            failures = 0 if self._is_reachable() else failures + 1
-            if self._is_closed.wait(max(0.0, ATTEMPT_S - (time.monotonic() - began))):
-                return
-        self._on_lost()
-
-    def _is_reachable(self) -> bool:
-        try:
-            socket.create_connection(self._address, timeout=ATTEMPT_S).close()
-        except TimeoutError:
-            return False
-        except OSError as error:
-            return error.errno not in _UNREACHABLE
-        return True
 
 
 def interface_of(address: str) -> str:

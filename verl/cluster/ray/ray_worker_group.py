@@ -16,7 +16,7 @@ import pickle
 import socket
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,6 @@ from verl.cluster.ray.ray_init import RaySession
 from verl.cluster.ray.ray_worker import (
     LOOPBACK,
     RayReply,
-    ReachabilityWatch,
     RoleWorker,
     free_address,
     interface_of,
@@ -149,7 +148,6 @@ class RayTransport:
         self._shares_store = False  # all actors are on the driver's machine and share its memory
         self._placement_group: Any = None
         self._hosts: list[str] = []
-        self._watches: list[ReachabilityWatch] = []
         self._inbox: SimpleQueue[tuple[int, list[Any]] | None] = SimpleQueue()
         self._collector: threading.Thread | None = None
 
@@ -171,11 +169,7 @@ class RayTransport:
         self.pids = [location.pid for location in locations]
         self._hosts = [f"{location.host} ({location.address})" for location in locations]
         here = ray.get_runtime_context().get_node_id()
-        raylets = {node["NodeID"]: (node["NodeManagerAddress"], node["NodeManagerPort"]) for node in ray.nodes()}
         self._shares_store = {location.node for location in locations} == {here}
-        self._watch_machines(
-            group, {location.node: rank for rank, location in enumerate(locations) if location.node != here}, raylets
-        )
         is_one_machine = len({location.address for location in locations}) == 1
         search_path, starts = tuple(map(os.path.abspath, sys.path)), []
         is_on_gpu = context.device.startswith("cuda")
@@ -188,24 +182,9 @@ class RayTransport:
             network = location.local_network if is_one_machine else location.network
             if network:  # no need to resolve the machine's name, which may give only its loopback address
                 env["GLOO_SOCKET_IFNAME"] = network
-            driver = None if location.node == here else raylets.get(here)
             payload = pickle.dumps((host, worker_context))
-            starts.append(actor.start.remote(payload, search_path, env, self._setting.num_threads, driver))
+            starts.append(actor.start.remote(payload, search_path, env, self._setting.num_threads))
         group.begin_start(lambda number, _: self._inbox.put((number, starts))).result()
-
-    def _watch_machines(
-        self, group: RemoteWorkerGroup, rank_of: Mapping[str, int], raylets: Mapping[str, tuple[str, int]]
-    ) -> None:
-        """Watch the other machines: Ray itself takes more than a minute to notice that one is unreachable.
-
-        Args:
-            rank_of: rank of a worker on each machine, by node.
-            raylets: host and port of Ray's process, by node.
-        """
-        for node, rank in rank_of.items():
-            lost = partial(str, f"its machine is out of reach, or down: {self._hosts[rank]}")
-            if node in raylets:
-                self._watches.append(ReachabilityWatch(raylets[node], partial(group.on_end, rank, lost)))
 
     def _create_actor(self, rank: int) -> Any:
         log = None if self._logs is None else str(self._log(rank))
@@ -340,8 +319,6 @@ class RayTransport:
             self._bundles.leave()
 
     def close(self, is_idle: bool) -> None:
-        for watch in self._watches:
-            watch.close()
         if is_idle and self._actors and ray.is_initialized():
             with contextlib.suppress(RayError):
                 refs = [actor.end.remote() for actor in self._actors]
