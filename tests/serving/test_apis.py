@@ -27,7 +27,7 @@ from verl.serving import endpoint as endpoint_module
 from verl.serving.conversations import Session, merge_turns
 from verl.serving.endpoint import PolicyEndpoint
 from verl.serving.http_api import PolicyServer
-from verl.serving.token_text import TokenBytes, TurnText
+from verl.serving.token_text import TurnText
 
 openai, anthropic = OnUse("openai"), OnUse("anthropic")
 
@@ -477,27 +477,6 @@ def test_a_conversation_goes_on_over_another_api(model):
         third = chat.responses.create(model="policy", input=items, tools=TOOLS_OF["responses"])
         assert third.continues
         assert third.prompt_token_ids[: len(second.prompt_token_ids)] == second.prompt_token_ids
-
-
-TEXT = "naïve 日本語 👩‍🚀 and ▁ <0x41>"
-
-
-@pytest.mark.parametrize("made", [byte_level, byte_fallback])
-def test_bytes_of_partial_characters_join_to_the_text(made):
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made(), eos_token="<eos>")
-    text = TEXT if made is byte_level else TEXT.replace("▁ ", "")
-    ids = tokenizer(text, add_special_tokens=False).input_ids
-    token_bytes = TokenBytes(tokenizer)
-    found = [token_bytes(i) for i in ids]
-    assert b"".join(found) == text.encode()
-    assert any(b"\xf0" in part and len(part) < 4 for part in found)
-    assert token_bytes(tokenizer.eos_token_id) == b"<eos>"
-
-
-def test_tokens_of_whole_characters_have_the_bytes_of_their_text(model32):
-    tokenizer = model32.load_tokenizer()
-    token_bytes = TokenBytes(tokenizer)
-    assert [token_bytes(i) for i in tokenizer("1+2=", add_special_tokens=False).input_ids] == [b"1", b"+", b"2", b"="]
 
 
 def responses_body(**fields):

@@ -102,7 +102,7 @@ class TieredBuffer:
     Attributes:
         index: all rows, and the shards that hold them.
         num_steps: calls of `append` with rows, including those before a resume.
-        num_lost: rows that could not be written or read.
+        num_lost: rows that could not be read.
         released: names of shards in the store that the buffer no longer needs.
     """
 
@@ -127,7 +127,6 @@ class TieredBuffer:
         self.released: list[str] = []
         self._unused_files: list[Path] = []  # a save in progress may still need them
         self._writers = ThreadPoolExecutor(2, thread_name_prefix="replay_shards")  # one hashes while one syncs
-        self._reported_full = False
 
     def __len__(self) -> int:
         return int(self.index["is_there"].sum())
@@ -141,6 +140,8 @@ class TieredBuffer:
             batch: prompts, responses, group_ids, policy_version, rollout_log_probs, token_level_scores, response_mask,
                 attention_mask, advantages, and any other fields that an update needs.
             step: training step of the rows.
+        Raises:
+            ReplayError: the disk refused rows of this or an earlier step.
         """
         if not len(batch):
             return
@@ -178,17 +179,12 @@ class TieredBuffer:
         if self.cold is not None:
             self._demote(self.cold)
 
-    def flush(self) -> list[tuple[ShardFile, bytes]]:
-        """Write all rows, and wait; returns the files that the disk refused, with their content."""
+    def flush(self) -> None:
+        """Write all rows, and wait."""
         self._start_writes()
         for shard in self._unwritten:
-            if shard.write_error() is not None:  # once more: the disk may have room now
-                self._start_write(shard)
-        for shard in self._unwritten:
-            shard.write_error()
+            shard.written()
         self.settle()
-        refused = [(shard, shard.content()) for shard in self._unwritten]
-        return [(shard.describe(data), data) for shard, data in refused]
 
     def sweep(self) -> None:
         """Delete files that the buffer no longer needs. Not to be called during a save, which may need them."""
@@ -276,17 +272,16 @@ class TieredBuffer:
         }
 
     def close(self) -> None:
-        """Write the remaining rows to disk and stop the threads. The files remain."""
-        self.flush()
-        self._writers.shutdown(wait=True)
+        """Stop the threads. The files remain."""
+        self._writers.shutdown(wait=True, cancel_futures=True)
         if self.cold is not None:
             self.cold.close()
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, bytes | ExistingFile]:
-        """Files of a checkpoint by name. All rows are written to disk first; rows that it refused are bytes here."""
-        refused = self.flush()
+        """Files of a checkpoint by name. All rows are written to disk first."""
+        self.flush()
         files = [file for shard in self.index.shards if (file := shard.file) is not None]
         state: dict[str, bytes | ExistingFile] = {}
         for file in files:
@@ -295,12 +290,11 @@ class TieredBuffer:
                 name = file.index_name
                 leaves = hash_buffers([(self.directory / name).read_bytes()])
             state[name] = ExistingFile(path=f"{COMPONENT}/{name}", source=self.directory / name, leaves=leaves)
-        state |= {file.name: data for file, data in refused}
         index = self.index
         lost = index.first + np.flatnonzero(~index["is_there"])
         saved = SavedBuffer(
             version=VERSION, first=index.first, end=index.end, num_groups=self.num_groups, num_steps=self.num_steps,
-            num_lost=self.num_lost, lost=_ranges(lost), shards=(*files, *(file for file, _ in refused)),
+            num_lost=self.num_lost, lost=_ranges(lost), shards=tuple(files),
         )  # fmt: skip
         return {FILE: saved.as_json(), **state}
 
@@ -391,40 +385,24 @@ class TieredBuffer:
     def _start_writes(self) -> None:
         for shard in self._unwritten:
             if shard.writing is None:
-                self._start_write(shard)
-
-    def _start_write(self, shard: Shard) -> None:
-        shard.writing = self._writers.submit(shard.write, self.disk, self.directory)
+                shard.writing = self._writers.submit(shard.write, self.disk, self.directory)
 
     def _collect_files(self) -> None:
-        """Read shards from their files once these are written; failed writes are retried."""
+        """Read shards from their files once these are written."""
         num_files = 0
         for shard in self._unwritten:
             if shard.writing is None or not shard.writing.done():
                 break
-            if (error := shard.write_error()) is not None:
-                self._report_full(error)
-                self._start_write(shard)
-                break
-            file = shard.writing.result()
+            file = shard.written()
             shard.moved_to(file, self.directory / file.name)
-            self._reported_full, num_files = False, num_files + 1
+            num_files += 1
         if num_files:
             give_back()
 
     def _limit_memory(self) -> None:
-        """Wait for the disk if memory is full; if the write fails, drop the oldest rows that are not written."""
-        if self.unwritten_bytes <= self._unwritten_limit or (oldest := self._unwritten[0]).writing is None:
-            return
-        if (error := oldest.write_error()) is not None:
-            self._report_full(error)
-            self.index.shards.remove(oldest)
-            self.num_lost += self.index.lose(oldest.first_row, oldest.end)
-
-    def _report_full(self, error: OSError) -> None:
-        if not self._reported_full:
-            _log.warning("Replay rows cannot be written and stay in memory; the write is retried: %s", error)
-        self._reported_full = True
+        """Wait for the disk if memory is full."""
+        if self.unwritten_bytes > self._unwritten_limit and self._unwritten[0].writing is not None:
+            self._unwritten[0].written()
 
     # -- moving shards between tiers ----------------------------------------------------------------------------------
 

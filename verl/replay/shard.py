@@ -29,8 +29,8 @@ import numpy as np
 import pyarrow as pa
 
 from verl.checkpoint.core.filesystem import FileSystem, write_by_rename, write_file
-from verl.checkpoint.core.hashing import Leaf, file_digest, hash_buffers
-from verl.errors import ReplayCorrupt
+from verl.checkpoint.core.hashing import Leaf, file_digest
+from verl.errors import ReplayCorrupt, ReplayError
 from verl.replay.arrow_rows import INDEX, SelectedRows
 from verl.utils.external_input import ByteCount, ExternalInputError, parse_as
 
@@ -117,14 +117,6 @@ class Shard:
             record = pa.concat_batches([self._records.pop(), record])
         self._records.append(record)
 
-    def content(self) -> bytes:
-        """The rows in memory as an Arrow file."""
-        return _arrow_file(self._records).to_pybytes()
-
-    def describe(self, data: bytes) -> ShardFile:
-        """The file with this content."""
-        return self._file(hash_buffers([data]))
-
     def write(self, disk: FileSystem, directory: Path) -> ShardFile:
         """Write the rows durably; the file appears complete, by a rename.
 
@@ -135,7 +127,9 @@ class Shard:
         with contextlib.suppress(FileNotFoundError):
             disk.unlink(unfinished)
         try:
-            file = self._file(write_file(disk, unfinished, [_arrow_file(self._records)]))
+            leaves = write_file(disk, unfinished, [_arrow_file(self._records)])
+            size = sum(leaf.size for leaf in leaves)
+            file = ShardFile(first_row=self.first_row, num_rows=self.num_rows, size=size, leaves=leaves)
             disk.rename(unfinished, directory / file.name)
             disk.sync_directory(directory)
         except OSError:
@@ -144,13 +138,20 @@ class Shard:
             raise
         return file
 
-    def write_error(self) -> OSError | None:
-        """Wait for the write; the error that the disk failed it with, if any."""
+    def written(self) -> ShardFile:
+        """Wait for the write.
+
+        Raises:
+            ReplayError: the disk refused it.
+        """
         assert self.writing is not None
-        error = self.writing.exception()
-        if error is not None and not isinstance(error, OSError):
-            raise error
-        return error
+        try:
+            return self.writing.result()
+        except OSError as error:
+            raise ReplayError(
+                f"replay.directory: rows cannot be written there ({error}). Make room or set another one, and continue "
+                "by resume=latest."
+            ) from error
 
     def moved_to(self, file: ShardFile, path: Path | None) -> None:
         """Read rows from another place from now on: a file was written, fetched, or removed."""
@@ -186,10 +187,6 @@ class Shard:
         """Release the mapped pages; the next read finds them in the page cache, or reads them again."""
         if self._map is not None:
             self._map.madvise(mmap.MADV_DONTNEED)
-
-    def _file(self, leaves: tuple[Leaf, ...]) -> ShardFile:
-        size = sum(leaf.size for leaf in leaves)
-        return ShardFile(first_row=self.first_row, num_rows=self.num_rows, size=size, leaves=leaves)
 
 
 _DTYPES = {

@@ -27,7 +27,6 @@ from verl.serving import translate_chat, translate_messages, translate_responses
 from verl.serving.chat_request import Refused, parse_request
 from verl.serving.conversations import Session
 from verl.serving.endpoint import Completion, PolicyEndpoint
-from verl.serving.token_text import TokenBytes
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +65,6 @@ class PolicyServer(ThreadingHTTPServer):
         self.endpoint, self.model, self.sampling = endpoint, model, dict(sampling)
         self.ignores_sampling, self.timeout_s = ignores_sampling, timeout_s
         self.sessions: dict[str, Session] = {}
-        self._token_bytes = TokenBytes(endpoint.tokenizer)
         super().__init__((host, port), _Handler)
 
     @property
@@ -96,7 +94,7 @@ class PolicyServer(ThreadingHTTPServer):
             turns = [self.endpoint.begin(*request, choice, *options) for choice in range(chat.get("n") or 1)]
         except (ConfigError, ValueError) as error:
             raise Refused(400, str(error), "messages" if str(error).startswith("messages") else None) from error
-        reply = translate_chat.Reply(name, self.model, body, chat, self._token_bytes)
+        reply = translate_chat.Reply(name, self.model, body, chat, self.endpoint.tokenizer)
         if is_streamed:
             return api.events(reply, turns)
         return api.answer(reply, [part for turn in turns for part in turn if isinstance(part, Completion)])

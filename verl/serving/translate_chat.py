@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ class Reply:
     model: str
     body: Mapping[str, Any]
     chat: Mapping[str, Any]
-    token_bytes: Callable[[int], bytes]
+    tokenizer: Any
 
 
 def chat_body(body: Mapping[str, Any], known: object) -> Mapping[str, Any]:
@@ -66,10 +66,9 @@ def _head(reply: Reply, kind: str) -> dict[str, Any]:
 def _end(reply: Reply, found: Completion) -> dict[str, Any]:
     turn, log_probs = found.turn, None
     if reply.chat.get("logprobs"):
-        pairs = [(reply.token_bytes(i), x) for i, x in zip(turn.token_ids, turn.log_probs, strict=True)]
         content = [
-            {"token": data.decode(errors="replace"), "logprob": x, "bytes": list(data), "top_logprobs": []}
-            for data, x in pairs
+            {"token": reply.tokenizer.decode([i]), "logprob": x, "bytes": None, "top_logprobs": []}
+            for i, x in zip(turn.token_ids, turn.log_probs, strict=True)
         ]
         log_probs = {"content": content, "refusal": None}
     return {"finish_reason": found.finish_reason, "logprobs": log_probs, "token_ids": list(turn.token_ids)}

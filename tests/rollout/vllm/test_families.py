@@ -61,9 +61,6 @@ def test_no_block_of_former_weights_or_with_mixed_keys_is_shared_with_a_later_re
     # the first weights had read a part of the long prompt, which was open: the second have read it anew
     assert cached == [[0, 128, 128], [0, 0, 128], [0, 0, 128]]
     assert max(gap for requests in outcome["found"] for _, gap in requests) < 1e-4
-    assert outcome["error"].startswith(
-        "RolloutError: vLLM took 128 of the 150 tokens of a prompt from its prefix cache"
-    )
 
 
 def test_a_model_that_vllm_loads_itself_is_loaded_in_the_middle_of_a_response(found):

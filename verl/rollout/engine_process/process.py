@@ -94,20 +94,6 @@ END_TIMEOUT_S = 20.0  # limit for the exit of a process that disconnected or was
 CORES_VARIABLE = "VERL_ENGINE_CORES"  # numbers with commas between them
 FOREIGN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "VERL_RENDEZVOUS")
 TIMEOUT_SETTING = "rollout.call_timeout_s"
-CALLS = {  # a call, as messages say it
-    "start": "start",
-    "begin_turns": "generate",
-    "advance_turns": "generate",
-    "open_turns": "tell its open turns",
-    "end_turns": "give up its turns",
-    "connect": "take the layout of its weights",
-    "load": "load weights",
-    "adopt": "load an adapter",
-    "prove": "show what weights it holds",
-    "wants": "tell which slices of tensors it takes",
-    "sleep": "give its GPU memory back",
-    "wake": "take GPU memory again",
-}
 
 
 class EngineDied(EngineLost):
@@ -323,8 +309,7 @@ class EngineProcess:
 
     @property
     def _name(self) -> str:
-        call = CALLS.get(self._method, self._method)
-        return f"The {self.setup.name} engine (process {self.process_id}), asked to {call},"
+        return f"The {self.setup.name} engine (process {self.process_id}), asked to {self._method},"
 
     @property
     def _log_name(self) -> str:

@@ -29,7 +29,7 @@ from multiprocessing import shared_memory
 from typing import Any
 
 from verl.rollout.engine_process.messages import EngineReply
-from verl.rollout.engine_process.process import CALLS, CORES_VARIABLE, NAME_VARIABLE
+from verl.rollout.engine_process.process import CORES_VARIABLE, NAME_VARIABLE
 from verl.utils.child_process.channel import Channel, ChannelClosed
 from verl.utils.child_process.interpreter import rare_garbage_collection
 from verl.utils.child_process.process import is_parent_alive, run_child
@@ -73,7 +73,7 @@ def _serve(channel: Channel, server: str, setting: Any) -> None:
         report("idle")
         channel.send(answer)
         method, arguments = channel.receive()
-        report(CALLS.get(method, method))
+        report(method)
         answer = _carry_out(engine, method, arguments)
 
 

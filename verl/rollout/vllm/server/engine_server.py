@@ -20,7 +20,7 @@ from verl.rollout.proof.verifier import VerifyRequest
 from verl.rollout.token_sampler import TokenSampler
 from verl.rollout.vllm.engine_args import EngineArgs
 from verl.rollout.vllm.server.images import inspect_here
-from verl.rollout.vllm.server.turns import EngineTurns, PrefixVersions
+from verl.rollout.vllm.server.turns import EngineTurns
 from verl.rollout.vllm.server.verification import answer_request
 from verl.rollout.weight_sync.stream import Feed, WantedSlices
 from verl.utils.child_process.process import describe_exit, memory_kills
@@ -62,7 +62,7 @@ class EngineServer:
         self._lora_request: Any = None
         self._turns: EngineTurns | None = None
         self._is_stepwise = False  # the latest turns
-        self._prefixes = PrefixVersions(self.llm)
+        self._version = 0  # of the weights
         self._max_num_seqs, self._keeps_cache = setting.options.max_num_seqs, setting.options.kv_cache == "keep"
         self._report_steps(self.llm.llm_engine)
         if setting.options.pipeline_parallel_size > 1:
@@ -136,14 +136,12 @@ class EngineServer:
         self.end_turns()
         capacity = self._max_num_seqs
         if is_stepwise or self._is_stepwise:  # so that a new engine has the same bits
-            self._prefixes.renew()
+            self._version += 1
         self._is_stepwise = is_stepwise
         if is_stepwise:
             capacity = min(capacity, self._num_full_rows) if self._keeps_cache else capacity
         self.llm.collective_rpc("verl_begin", args=(drawing, self._max_num_seqs, width, num_threads))
-        self._turns = EngineTurns(
-            self.llm, drawing, capacity, self._lora_request, self._prefixes, self._records_experts
-        )
+        self._turns = EngineTurns(self.llm, drawing, capacity, self._lora_request, self._salt, self._records_experts)
 
     def advance_turns(self, new: list[TurnRequest], budget_s: float, until_all: bool) -> TurnOutput:
         """Add new turns, and generate for a while; see `EngineTurns.advance`."""
@@ -161,11 +159,15 @@ class EngineServer:
             self._turns = None
             self.llm.collective_rpc("verl_end")
 
+    @property
+    def _salt(self) -> str:
+        return f"version {self._version}"
+
     def _renew(self) -> None:
         """Reset caches after a change of the weights."""
-        self._prefixes.renew()
+        self._version += 1
         if self._turns is not None:
-            self._turns.renew()
+            self._turns.renew(self._salt)
         self.llm.llm_engine.reset_encoder_cache()
 
     @property

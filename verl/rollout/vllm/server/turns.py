@@ -1,7 +1,8 @@
 """Turns in the vLLM process: its requests, and its prefix cache.
 
 A turn is a request whose prompt is its episode so far; vLLM finds the blocks of keys and values of earlier turns, and
-of other samples of a prompt, in its prefix cache. `PrefixVersions` separates these by version of the weights.
+of other samples of a prompt, in its prefix cache. The version of the weights is the `cache_salt` of a request, which
+enters the hash of its first block and thereby of all others: a request finds only keys and values of its version.
 
 Weights may change while turns are open. Turns that have sampled a token continue with their keys and values, and write
 further blocks under their first version, which later requests do not match. Others start again.
@@ -17,7 +18,6 @@ from typing import Any
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
-from verl.errors import RolloutError
 from verl.rollout.base import TurnRequest
 from verl.rollout.engine_process.messages import TurnOutput
 from verl.rollout.token_sampler import TokenSampler
@@ -36,7 +36,7 @@ class EngineTurns:
 
     Args:
         capacity: concurrent turns; further ones wait here.
-        prefixes: of the prefix cache.
+        salt: version of the weights.
         records_experts: the experts of each turn are part of the output.
     """
 
@@ -46,15 +46,14 @@ class EngineTurns:
         drawing: TokenSampler,
         capacity: int,
         lora_request: Any,
-        prefixes: PrefixVersions,
+        salt: str,
         records_experts: bool = False,
     ):
-        self.llm, self.drawing, self.lora_request, self.prefixes = llm, drawing, lora_request, prefixes
+        self.llm, self.drawing, self.lora_request, self.salt = llm, drawing, lora_request, salt
         self.records_experts = records_experts
         self._free = list(range(capacity - 1, -1, -1))
         self._waiting: deque[TurnRequest] = deque()
         self._open: dict[str, tuple[TurnRequest, int]] = {}  # request -> turn and its row of log-probs
-        self._may_share: dict[str, bool] = {}  # request -> whether the cache may have a part of its prompt
         self._ids: dict[str, str] = {}  # request -> its name in vLLM
 
     def advance(self, new: Sequence[TurnRequest], budget_s: float, until_all: bool) -> TurnOutput:
@@ -78,9 +77,10 @@ class EngineTurns:
         self._read([self._open[name] for name in begun], [sampled_ids[name] for name in begun], output)
         return output
 
-    def renew(self) -> None:
+    def renew(self, salt: str) -> None:
         """Handle a change of the weights: turns without a sampled token restart, first in the queue, so that no prompt
         is processed by weights of two versions."""
+        self.salt = salt
         for turn, row in reversed(self._abort([name for name, tokens in self._sampled_tokens().items() if not tokens])):
             self._waiting.appendleft(turn)
             self._free.append(row)
@@ -100,7 +100,7 @@ class EngineTurns:
         return [self._remove(name) for name in names]
 
     def _remove(self, name: str) -> tuple[TurnRequest, int]:
-        del self._ids[name], self._may_share[name]
+        del self._ids[name]
         return self._open.pop(name)
 
     def _admit(self) -> None:
@@ -116,11 +116,10 @@ class EngineTurns:
                 extra_args={TURN: (row, int(turn.greedy), *turn.noise_key, turn.position)},
                 output_kind=RequestOutputKind.FINAL_ONLY,
             )
-            self._may_share[name] = self.prefixes.begin(turn)
-            prompt: Any = {"prompt_token_ids": turn.tokens, "cache_salt": self.prefixes.salt}
+            prompt: Any = {"prompt_token_ids": turn.tokens, "cache_salt": self.salt}
             if turn.media is not None:
                 config = self.llm.llm_engine.vllm_config.model_config.hf_config
-                prompt = multi_modal_prompt(turn, self.prefixes.salt, config)
+                prompt = multi_modal_prompt(turn, self.salt, config)
             self._ids[name] = self.llm.llm_engine.add_request(
                 name, prompt, sampling_params, lora_request=self.lora_request
             )
@@ -128,9 +127,6 @@ class EngineTurns:
 
     def _collect(self, ended: Sequence[Any], output: TurnOutput) -> None:
         """Append the turns that have ended, and free their rows."""
-        for answer in ended:
-            if answer.num_cached_tokens and not self._may_share[answer.request_id]:
-                raise stale_prefix(answer.num_cached_tokens, len(answer.prompt_token_ids))
         turns = [self._remove(answer.request_id) for answer in ended]
         tokens = [list(answer.outputs[0].token_ids) for answer in ended]
         self._read(turns, tokens, output)
@@ -150,50 +146,3 @@ class EngineTurns:
             output.log_probs.append(log_probs[index, : len(token_ids)].tolist())
             if output.experts is not None and experts is not None:
                 output.experts.append(experts[index, : len(token_ids)].clone())
-
-
-class PrefixVersions:
-    """Versions of vLLM's prefix cache: a request finds only keys and values of its version.
-
-    The version is the `cache_salt` of a request, which enters the hash of its first block and thereby of all others.
-    Each request checks that vLLM respects it: no prefix is found unless a request of the version had the same.
-
-    Attributes:
-        salt: of requests that begin now.
-    """
-
-    def __init__(self, llm: Any):
-        config = llm.llm_engine.vllm_config
-        self._block = int(config.cache_config.hash_block_size or config.cache_config.block_size)
-        self._placeholder = getattr(config.model_config.hf_config, "image_token_id", None)
-        self._version = 0
-        self._begun: set[tuple[int, ...]] = set()  # first blocks of prompts of this version; shorter prompts whole
-        self._lengths: set[int] = set()  # of those
-
-    @property
-    def salt(self) -> str:
-        return f"version {self._version}"
-
-    def renew(self) -> None:
-        """Begin a version."""
-        self._version += 1
-        self._begun.clear()
-        self._lengths.clear()
-
-    def begin(self, turn: TurnRequest) -> bool:
-        """Record a request; returns whether an earlier request of this version may have cached its first block."""
-        block = turn.tokens[: self._block]
-        first = (turn.media_key if self._placeholder in block else 0, *block)
-        may_share = any(first[:length] in self._begun for length in self._lengths)
-        self._begun.add(first)
-        self._lengths.add(len(first))
-        return may_share
-
-
-def stale_prefix(cached: int, length: int) -> RolloutError:
-    """The error for a request with a cached prefix that no request of its version had."""
-    return RolloutError(
-        f"vLLM took {cached} of the {length} tokens of a prompt from its prefix cache, and no request since the last "
-        "change of the weights began with them: their keys and values are of former weights. Set "
-        "rollout.prefix_caching=false."
-    )
