@@ -165,7 +165,6 @@ def test_settings_that_cannot_be_are_refused_by_name(kind, settings, path):
 SCRATCH = ["actor=tiny_scratch"]
 TWO_PROCESSES = ["trainer.n_gpus_per_node=2"]
 CONTEXT, TENSORS = ([*TWO_PROCESSES, "sharding=parallel", f"sharding.{axis}=2"] for axis in ("cp", "tp"))
-ADAPTER = ["rollout=vllm", "rollout.lora=adapter"]
 LORA = "actor.lora={{_target_:verl.models.lora.LoRA,rank:{}}}"
 AHEAD = ["trainer.rollout_ahead=1"]
 CORRECTED = [*AHEAD, "algorithm.correction={_target_:verl.algorithms.importance_sampling.TruncatedIS}"]
@@ -178,7 +177,6 @@ TOOLS += ["actor=tiny_scratch", "actor.model.context_length=160"]
 PROGRAM = ["environment=agent_program", "environment.path=agent.py:run"]
 REFUSED_RUNS = [  # overrides, and what is blamed
     # an engine and the actor
-    ([*ADAPTER, LORA.format(600)], "actor.lora.rank"),
     (["rollout=vllm", "rollout.call_timeout_s=600", "sharding=fsdp", *TWO_PROCESSES], "rollout.call_timeout_s"),
     # drawing one step ahead
     (AHEAD, "trainer.rollout_ahead"),

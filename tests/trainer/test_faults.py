@@ -271,7 +271,7 @@ def test_every_sharding_is_an_option_of_the_key_of_other_programs():
 # Engines
 
 
-ADAPTER = ["rollout=vllm", "rollout.lora=adapter"]
+VLLM = ["rollout=vllm"]
 TWO_GPUS = ["trainer.n_gpus_per_node=2"]
 SERVER = ["rollout=server", "rollout.endpoint.base_url=http://localhost:1"]
 
@@ -284,12 +284,12 @@ def adapter(rank: int) -> str:
 @pytest.mark.parametrize(
     "overrides",
     [
-        [*ADAPTER, "sharding=fsdp", *TWO_GPUS],
+        [*VLLM, "sharding=fsdp", *TWO_GPUS],
         ["rollout=vllm", "rollout.call_timeout_s=3600"],
-        [*ADAPTER, adapter(8), "sharding=ddp", *TWO_GPUS],
-        [*ADAPTER, adapter(8), "sharding=fsdp", *TWO_GPUS],
-        [*ADAPTER, adapter(8), "sharding=pp", *TWO_GPUS],
-        [*ADAPTER, adapter(512)],
+        [*VLLM, adapter(8), "sharding=ddp", *TWO_GPUS],
+        [*VLLM, adapter(8), "sharding=fsdp", *TWO_GPUS],
+        [*VLLM, adapter(8), "sharding=pp", *TWO_GPUS],
+        [*VLLM, adapter(512)],
         SERVER,
         [*SERVER, "sharding=fsdp", *TWO_GPUS],
         [*SERVER, "sharding=pp", *TWO_GPUS],

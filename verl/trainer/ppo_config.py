@@ -140,7 +140,7 @@ def _async_faults(run: Any) -> Iterator[str]:
 
 
 def _rollout_faults(run: Any) -> Iterator[str]:
-    shardings, adapter = run.shardings(), run.actor.lora
+    shardings = run.shardings()
     count = role_processes(run)["actor"]
     is_divided = shardings["actor"].parameter_shards(count) > 1
     if run.algorithm.proximal == "behaviour" and getattr(run.rollout, "log_probs", None) == "trainer":
@@ -148,7 +148,6 @@ def _rollout_faults(run: Any) -> Iterator[str]:
             "algorithm.proximal is behaviour, and rollout.log_probs is trainer: the engine records no log-probs of its "
             "own. Set rollout.log_probs=server, or algorithm.proximal=trainer."
         )
-    yield from run.rollout.faults_with_actor(None if adapter is None else adapter.rank)
     if isinstance(run.actor.model, ModuleModel) and "modules" not in run.rollout.supports:
         yield (
             f"rollout is a {type(run.rollout).__name__}: it takes models of transformers alone, and actor.model is a "

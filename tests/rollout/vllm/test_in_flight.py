@@ -19,7 +19,6 @@ from verl.algorithms.importance_sampling import TruncatedIS
 from verl.cluster.placement import DeviceMesh
 from verl.engines.sharding import FSDP
 from verl.errors import WorkerError
-from verl.models.lora import LoRA
 from verl.ops.sampling import EVALUATION
 from verl.protocol import DataProto
 from verl.rollout.base import GenerationRequest
@@ -206,8 +205,7 @@ def test_a_replayed_run_and_one_that_is_resumed_in_the_middle_of_responses_have_
     ("where", "kv_cache"),
     [
         ("fsdp", "recompute"),
-        ("fsdp, adapter", "recompute"),
-        ("fsdp, adapter", "keep"),
+        ("fsdp", "keep"),
         ("mesh", "keep"),
         ("two engines", "keep"),
         ("two engines", "recompute"),
@@ -226,11 +224,7 @@ def test_the_sampler_has_the_engine_of_a_sharded_or_placed_actor(where, kv_cache
     model = save_family(tmp_path / "model", "qwen2")
 
     def make(name, **options):
-        if "adapter" not in where:
-            return in_flight(model, tmp_path / name, kv_cache, **of_actor[where], **options)
-        rollout = VLLMRollout(max_new_tokens=24, kv_cache=kv_cache, lora="adapter", **OPTIONS)
-        run = in_flight(model, tmp_path / name, kv_cache, rollout=rollout, **sharded, **options)
-        return dataclasses.replace(run, actor=dataclasses.replace(run.actor, lora=LoRA(rank=8)))
+        return in_flight(model, tmp_path / name, kv_cache, **of_actor[where], **options)
 
     repeated(make, tmp_path, resume=2)
 

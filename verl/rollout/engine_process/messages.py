@@ -21,7 +21,6 @@ class EngineSetup:
         environment: variables of the process.
         dtype: data type of its computation.
         num_threads: threads of the engine, on a CPU.
-        lora_rank: rank of an adapter that is sent unmerged; None if there is none.
     """
 
     name: str
@@ -31,7 +30,6 @@ class EngineSetup:
     dtype: torch.dtype
     num_threads: int = 1
     is_on_gpu: bool = False
-    lora_rank: int | None = None
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from verl.rollout.vllm.gpu_memory import (
     utilization,
     warn_of_small_cache,
 )
-from verl.rollout.vllm.options import HIGHEST_RANK, LORA_RANKS, VLLMOptions
+from verl.rollout.vllm.options import VLLMOptions
 from verl.rollout.weight_sync.state_dict import dtype_of
 from verl.utils.directories import cache_directory
 from verl.utils.env_check import num_cores
@@ -57,7 +57,6 @@ class EngineArgs:
         directory: holds the model's configuration.
         dtype: data type of the engine's computation.
         num_threads: threads of the engine, on a CPU.
-        lora_rank: rank of an adapter that is sent unmerged; None if there is none.
         name: prefix of the names of files that the engine's processes share.
         cache_bytes: size of the key-value cache in each of its processes.
         utilization: fraction of the GPU that the engine uses; None on a CPU.
@@ -68,7 +67,6 @@ class EngineArgs:
     dtype: torch.dtype
     num_threads: int
     is_on_gpu: bool
-    lora_rank: int | None = None
     name: str = ""
     cache_bytes: int = GIB
     utilization: float | None = None
@@ -92,9 +90,6 @@ class EngineArgs:
             arguments |= {"sleep_mode_offload_cudagraph": True, "enable_nccl_comm_suspend": True}
         if self.utilization is not None:
             arguments["gpu_memory_utilization"] = self.utilization
-        if self.lora_rank is not None:
-            room = next(rank for rank in LORA_RANKS if rank >= self.lora_rank)
-            arguments |= {"enable_lora": True, "max_lora_rank": room, "max_loras": 1}
         return arguments
 
 
@@ -113,8 +108,6 @@ def engine_args(
     Raises:
         ConfigError: vLLM is not installed, or does not support the options.
     """
-    is_adapter = options.lora == "adapter" and hasattr(model, "peft_config")
-    rank = model.peft_config[model.active_adapter].r if is_adapter else None
     device = compute_device(model)
     is_on_gpu = device.type == "cuda"
     options.check_here(device.type)
@@ -122,18 +115,13 @@ def engine_args(
         raise ConfigError(f"{fault} Set rollout=hf.")
     if (fault := indivisible(options, unwrapped(model).config.get_text_config())) is not None:
         raise ConfigError(fault)
-    if rank is not None and rank > LORA_RANKS[-1]:
-        raise ConfigError(f"actor.lora.rank is {rank}: {HIGHEST_RANK}")
-    ends = (unwrapped(model).get_input_embeddings(), unwrapped(model).get_output_embeddings())
-    if is_adapter and any(hasattr(layer, "base_layer") for layer in ends):
-        raise ConfigError("lora.target_modules has the embedding or the head: set rollout.lora=merged for vLLM.")
     threads, dtype = options.num_threads or torch.get_num_threads(), dtype_of(model, autocast)
     shape = engine_shape(options, unwrapped(model).config, dtype, is_on_gpu)
     memory = device_memory(device) if is_on_gpu else None
     cache = cache_bytes(options, shape, memory, trainer_bytes)
     warn_of_small_cache(options, shape, cache)
     part = None if memory is None else utilization(shape, cache, memory)
-    return EngineArgs(options, str(directory), dtype, threads, is_on_gpu, rank, name, cache, part)
+    return EngineArgs(options, str(directory), dtype, threads, is_on_gpu, name, cache, part)
 
 
 def unfit(model: Any, autocast: Autocast) -> str | None:
