@@ -8,7 +8,6 @@ import pytest
 import ray
 from devices.gpu_hosts import GpuHost
 
-from verl.cluster.ray.ray_placement import RayPlacement
 from verl.cluster.ray.ray_worker import own_gpu
 from verl.cluster.rpc import role_handles
 from verl.component import BuildContext
@@ -42,12 +41,10 @@ ROLES = ("actor", "critic", "reference", "rm")
 
 
 def documented_placements():
-    """Settings of each row of the table of docs/scaling.md; a row with "the pools as above" has those of two pools."""
+    """Settings of each row of the table of docs/scaling.md."""
     table = DOCUMENT.read_text().partition("| wanted | set |")[2].partition("\n\n")[0]
     rows = [row.strip("| ").split(" | ") for row in table.splitlines() if row.startswith("| ")]
-    found = {wanted: " ".join(re.findall("`([^`]*)`", settings)).split() for wanted, settings in rows}
-    pools = next(settings[:2] for settings in found.values() if any(x.startswith("workers={main") for x in settings))
-    return {wanted: settings + pools * (settings == ["num_gpus=0.5"]) for wanted, settings in found.items()}
+    return {wanted: " ".join(re.findall("`([^`]*)`", settings)).split() for wanted, settings in rows}
 
 
 def placed(settings):
@@ -63,7 +60,7 @@ def placed(settings):
 @pytest.mark.slow
 def test_every_row_of_the_document_is_a_placement():
     rows = documented_placements()
-    assert len(rows) >= 5
+    assert len(rows) >= 4
     for settings in rows.values():
         placement, size = placed(settings)
         pools = placement.groups(ROLES)
@@ -75,8 +72,7 @@ def test_every_row_of_the_document_is_a_placement():
 @pytest.mark.parametrize("wanted", documented_placements())
 def test_every_documented_placement_gives_each_worker_of_a_pool_a_gpu_of_its_own(eight_gpus, wanted):
     placement, size = placed(documented_placements()[wanted])
-    gpus = 1.0 if placement.num_gpus is None else placement.num_gpus
-    placement = replace(placement, num_gpus=gpus, num_cpus=0.5, start_timeout_s=120.0)
+    placement = replace(placement, num_gpus=1, num_cpus=0.5, start_timeout_s=120.0)
     host = GpuHost(names=ROLES)
     cluster = placement.start(host, BuildContext(device="cuda:0"), size, 1)
     try:
@@ -89,10 +85,7 @@ def test_every_documented_placement_gives_each_worker_of_a_pool_a_gpu_of_its_own
         assert len(set(used[pool])) == len(used[pool]) == placement.workers.get(pool, size)
         assert all(told[role] == used[pool] for role in members)
     others = [gpu for pool in used.values() for gpu in pool]
-    if gpus == 1:
-        assert len(set(others)) == len(others)
-    else:  # worker r of each pool on the same one
-        assert all(len(set(same)) == 1 for same in zip(*used.values(), strict=False))
+    assert len(set(others)) == len(others)
 
 
 def test_a_worker_uses_the_gpu_that_ray_gave_it_whatever_it_sees():
@@ -101,17 +94,3 @@ def test_a_worker_uses_the_gpu_that_ray_gave_it_whatever_it_sees():
     assert own_gpu(["5"], "4,5,6") == 1  # all that the cluster was started with
     assert own_gpu(["GPU-b"], "GPU-a, GPU-b") == 1
     assert own_gpu([], None) == 0
-
-
-@pytest.mark.parametrize(
-    ("gpus", "shared"),
-    [
-        (0.5, [["a", "b"], ["c"]]),
-        (1 / 3, [["a", "b", "c"]]),
-        (0.4, [["a", "b"], ["c"]]),
-        (1.0, [["a"], ["b"], ["c"]]),
-        (0.0, [["a"], ["b"], ["c"]]),
-    ],
-)
-def test_pools_share_as_many_as_their_fractions_fill_a_gpu(gpus, shared):
-    assert RayPlacement.sharing(["a", "b", "c"], gpus) == shared

@@ -279,8 +279,8 @@ def check_process_groups(roles: Mapping[str, Any] | None = None, **named: Any) -
     if others:
         raise ConfigError(
             [
-                f"{name} has {group}, {first} has {expected}, so rows that one divides the other cannot join: other "
-                f"{_difference(group, expected)}. Make both in the same group."
+                f"{name} has {group}, {first} has {expected}, so rows that one divides the other cannot join. Make "
+                "both in the same group."
                 for name, group in others.items()
             ]
         )
@@ -299,16 +299,3 @@ def group_of(name: str, role: Any) -> ProcessGroup:
     if not isinstance(group, dist.ProcessGroup):
         return ProcessGroup()
     return ProcessGroup(tuple(dist.get_process_group_ranks(group)), dist.get_backend(group))
-
-
-def _difference(one: ProcessGroup, other: ProcessGroup) -> str:
-    differences = [
-        name
-        for name, differs in (
-            ("size", len(one.ranks) != len(other.ranks)),
-            ("ranks", one.ranks != other.ranks),
-            ("backend", one.backend != other.backend),
-        )
-        if differs
-    ]
-    return " and ".join(differences)

@@ -20,9 +20,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from torch import Tensor
-
-from verl.cluster.shm_channel import ShmBlockPool
 from verl.component import BuildContext
 from verl.engines.sharding import Sharding
 from verl.errors import ConfigError, Traceback, VerlError, WorkerDied, WorkerError, WorkerHung
@@ -191,14 +188,15 @@ class PendingCall:
             return list(range(len(self.shares.of_rank)))
         return self.shares.reporting_ranks if self.concatenates else self.shares.reporting_ranks[:1]
 
-    def result(self, answers: Mapping[int, Any], empty: Callable[..., Tensor]) -> Any:
-        """Join the replies of all ranks; `empty` allocates memory for joined fields, given shape and dtype."""
+    def result(self) -> Any:
+        """Join the replies of all ranks."""
+        answers = self.answers
         if self.dispatch.gathers_list:
             return [answers[rank] for rank in sorted(answers)]
         replies = [answers[rank] for rank in self.result_ranks]
         if self.division is None or not self.concatenates:
             return replies[0]
-        return self.division.join(replies, empty)
+        return self.division.join(replies)
 
 
 class Transport(Protocol):
@@ -281,7 +279,7 @@ class RemoteWorkerGroup:
         self._next_number = 0
         self._failure: VerlError | None = None
         self._is_ending = False  # a process has ended, which is about to be reported as the failure
-        self._joined, self._is_closed = ShmBlockPool(shared=False), threading.Event()
+        self._is_closed = threading.Event()
         self._watcher = threading.Thread(target=self._watch, daemon=True)
         try:
             self._watcher.start()
@@ -335,7 +333,7 @@ class RemoteWorkerGroup:
                 return
             del self._pending[number]
         try:
-            joined = pending.result(pending.answers, self._joined.empty)
+            joined = pending.result()
         except Exception as error:  # noqa: BLE001 - raised by the future
             pending.future.set_exception(error)
         else:

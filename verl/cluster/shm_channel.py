@@ -173,7 +173,7 @@ class ShmBlock:
 
     Attributes:
         number: unique in this process.
-        descriptor: of the shared file; None for private memory.
+        descriptor: of the shared file; None once it is closed.
         holders: number of receivers that must release it before it is reused.
     """
 
@@ -185,14 +185,9 @@ class ShmBlock:
 
 
 class ShmBlockPool:
-    """Pool of reusable memory blocks.
+    """Pool of reusable memory blocks, which other processes can read."""
 
-    Args:
-        shared: whether blocks are readable by other processes.
-    """
-
-    def __init__(self, *, shared: bool):
-        self._shared = shared
+    def __init__(self):
         self._lock = threading.RLock()  # the garbage collector may release a block during `take`
         self._all: dict[int, ShmBlock] = {}  # most recently used last
         self._made = 0
@@ -230,20 +225,9 @@ class ShmBlockPool:
                 self._end(block)
             self._all.clear()
 
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A tensor with arbitrary content; its memory is reused once no object refers to it."""
-        size = dtype.itemsize * int(np.prod(shape))
-        if size < mmap.PAGESIZE:
-            return torch.empty(shape, dtype=dtype)
-        block = self.take(size)
-        area = lease(block.memory, lambda number=block.number: self.give_back(number))[:size]
-        return torch.frombuffer(area, dtype=dtype).view(shape)
-
     def _make(self, size: int) -> ShmBlock:
         size = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
         self._made += 1
-        if not self._shared:
-            return ShmBlock(self._made, size, mmap.mmap(-1, size), None)
         descriptor = nameless_file(size)
         return ShmBlock(self._made, size, map_shm_block(descriptor, size), descriptor)
 
@@ -302,7 +286,7 @@ class MessagePacker:
     """Packs the messages of a process into blocks that its receivers share."""
 
     def __init__(self):
-        self.blocks = ShmBlockPool(shared=True)
+        self.blocks = ShmBlockPool()
 
     def pack(self, value: Any, receivers: int = 1) -> Message:
         """A message for exactly this number of receivers; `value` may be modified afterwards.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -130,14 +130,11 @@ class BatchPartition:
     def split_rows(self, batch: DataProto) -> list[DataProto]:
         return [batch[rows] for rows in self.rows]
 
-    def join(self, answers: Sequence[DataProto], empty: Callable[..., Tensor] | None = None) -> DataProto:
+    def join(self, answers: Sequence[DataProto]) -> DataProto:
         """Answers of the processes, as if one process had answered.
 
         A process may answer each row with several (samples of a prompt), the same number for all of its rows, side by
         side.
-
-        Args:
-            empty: memory for the fields of the whole, by shape and dtype; None for new memory.
         """
         answered = [(rows, answer) for rows, answer in zip(self.rows, answers, strict=True) if len(rows)]
         if not answered:
@@ -147,7 +144,7 @@ class BatchPartition:
         for (rows, _), count in zip(answered, each, strict=True):
             counts[rows] = count
         indices = [answer_rows(rows, counts, count) for (rows, _), count in zip(answered, each, strict=True)]
-        return DataProto.concat([answer for _, answer in answered], indices, empty)
+        return DataProto.concat([answer for _, answer in answered], indices)
 
 
 def answer_rows(rows: Tensor, counts: Tensor, each: int) -> Tensor:

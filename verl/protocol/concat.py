@@ -171,7 +171,6 @@ def join_tensors(
     lengths: Sequence[tuple[int, int]],
     meta_info: Mapping[str, Any],
     indices: Sequence[torch.Tensor] | None = None,
-    empty: Callable[..., torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Join the rows of a field from all parts, re-padded to the longest P, T and N; each row is copied once.
 
@@ -181,7 +180,6 @@ def join_tensors(
         lengths: (P, T) of each part.
         meta_info: of the result, for the padding.
         indices: row indices of the result for the rows of each part; None to concatenate the parts.
-        empty: allocates the result on the CPU, by shape and dtype.
     """
     field, (first, maker) = FIELDS.get(name), columns[0]
     dims = field.dims if field else ("B",) + (_FREE,) * (first.ndim - 1)
@@ -199,8 +197,7 @@ def join_tensors(
     longest |= {"N": max(shape[dims.index("N")] for shape in shapes)} if "N" in dims else {}
     shape = [sum(len(tensor) for tensor, _ in columns)]
     shape += [longest.get(letter, size) for letter, size in zip(dims[1:], first.shape[1:], strict=True)]
-    on_cpu = empty is not None and first.device.type == "cpu"
-    joined = empty(tuple(shape), first.dtype) if on_cpu else first.new_empty(shape)  # type: ignore[misc]
+    joined = first.new_empty(shape)
     if not is_even:
         joined.fill_(_pad_value(field, meta_info))
     row = 0

@@ -327,11 +327,7 @@ class DataProto:
         return [self[start : start + size] for start in range(0, max(len(self), 1), size)]
 
     @staticmethod
-    def concat(
-        parts: Iterable[DataProto],
-        indices: Sequence[torch.Tensor] | None = None,
-        empty: Callable[..., torch.Tensor] | None = None,
-    ) -> DataProto:
+    def concat(parts: Iterable[DataProto], indices: Sequence[torch.Tensor] | None = None) -> DataProto:
         """Concatenate batches, re-padded to the longest: P on the left, T on the right, S on both sides.
 
         Parts without rows need no fields. Padding is that of each field; rows of a part without a ragged field are
@@ -340,7 +336,6 @@ class DataProto:
         Args:
             parts: the batches.
             indices: row indices of the result for the rows of each part, together a permutation; None to concatenate.
-            empty: allocates a field of the result, by shape and dtype; only with `indices`.
         Raises:
             DataProtoValidationError: there are no parts, or fields, dtypes, unregistered dims or meta_info differ.
         """
@@ -360,7 +355,7 @@ class DataProto:
         jobs = []
         for name in first._tensors:
             columns = [(part._tensors[name], part._sources.get(name)) for part in filled]
-            jobs.append(partial(join_tensors, name, columns, lengths, meta_info, at, empty))
+            jobs.append(partial(join_tensors, name, columns, lengths, meta_info, at))
         num_bytes = sum(tensor.nbytes for part in filled for tensor in part._tensors.values())
         tensors = dict(zip(first._tensors, in_threads(jobs, 0 if at is None else num_bytes)))
         arrays = {name: join_arrays([part._arrays[name] for part in filled], at) for name in first._arrays}

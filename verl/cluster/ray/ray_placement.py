@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import field, replace
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -16,9 +16,6 @@ from verl.cluster.rpc import WorkerGroup
 from verl.component import BuildContext, component
 from verl.engines.sharding import Sharding
 from verl.errors import ConfigError, install_command
-
-if TYPE_CHECKING:
-    from verl.cluster.ray.ray_worker_group import SharedBundles
 
 MAIN = "main"
 LEAST_OBJECT_STORE_MIB = 75
@@ -36,8 +33,8 @@ class RayPlacement(Placement):
         workers: number of workers of a pool; by default trainer.nnodes x trainer.n_gpus_per_node, and 1 for `rollout`.
         in_driver: roles that run in the driver's process.
         num_cpus: logical CPUs of each worker.
-        num_gpus: GPUs of each worker; null for 1 if trainer.device is a GPU. With a fraction pools share GPUs: with
-            0.5, worker r of two pools on one GPU. Workers of one pool never share a GPU, which NCCL does not support.
+        num_gpus: GPUs of each worker; null for 1 if trainer.device is a GPU. Workers never share a GPU; roles of a pool
+            do.
         strategy: strategy of Ray's placement groups: PACK puts the workers of a pool on as few machines as possible,
             SPREAD on as many; the STRICT_ variants fail otherwise.
         object_store_mib: shared memory for batches of a cluster started here; null for Ray's default.
@@ -52,7 +49,7 @@ class RayPlacement(Placement):
     workers: dict[str, PositiveInt] = field(default_factory=dict)
     in_driver: tuple[str, ...] = ()
     num_cpus: NonNegativeFloat = 1.0
-    num_gpus: PositiveFloat | None = None
+    num_gpus: PositiveInt | None = None
     strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
     object_store_mib: Annotated[int, Field(ge=LEAST_OBJECT_STORE_MIB)] | None = None
     start_timeout_s: PositiveFloat = 120.0
@@ -76,8 +73,6 @@ class RayPlacement(Placement):
                 yield f"pools names the role {role!r} {named.count(role)} times, in_driver counted: a role lives once."
         if ROLLOUT in self.in_driver:
             yield "in_driver has rollout: rollout workers generate while the driver works. Leave it out."
-        if self.num_gpus is not None and self.num_gpus > 1 and self.num_gpus % 1:
-            yield f"num_gpus is {self.num_gpus:g}: a worker has a part of one GPU, or whole ones. Set 1 or a fraction."
         known = [*(self.pools or [MAIN]), *([] if ROLLOUT in named else [ROLLOUT])]
         for pool in self.workers:
             if pool not in known and pool != MAIN:
@@ -119,29 +114,6 @@ class RayPlacement(Placement):
         except ConfigError as error:
             yield from (fault.removeprefix("trainer.placement.") for fault in error.faults)
 
-    @staticmethod
-    def sharing(pools: Sequence[str], gpus: float) -> list[list[str]]:
-        """Groups of pools whose workers share GPUs by fractions of one; other pools are groups of their own."""
-        most = int(1 / gpus + 1e-9) if 0 < gpus < 1 else 1
-        return [list(pools[i : i + most]) for i in range(0, len(pools), most)]
-
-    def _bundles(self, sizes: Mapping[str, int], gpus: float) -> dict[str, SharedBundles]:
-        """Placement bundles of each pool that shares GPUs."""
-        from verl.cluster.ray.ray_worker_group import SharedBundles
-
-        bundles = {}
-        for pools in self.sharing(list(sizes), gpus):
-            if 0 < gpus < 1:
-                bundle = {"CPU": self.num_cpus * len(pools), "GPU": 1.0}
-                shared = SharedBundles(
-                    {k: v for k, v in bundle.items() if v}, max(sizes[pool] for pool in pools), self.strategy
-                )
-                bundles |= dict.fromkeys(pools, shared)
-        return bundles
-
-    def _gpus_of_worker(self, has_gpus: bool) -> float:
-        return (1.0 if has_gpus else 0.0) if self.num_gpus is None else self.num_gpus
-
     def holds_reward(self) -> bool:
         return "rm" not in self.in_driver
 
@@ -177,12 +149,11 @@ class RayPlacement(Placement):
 
         roles = host.worker_types()
         pools, sizes = self.groups(roles), self._pool_sizes(roles, size)
-        gpus = self._gpus_of_worker(context.device.startswith("cuda"))
+        gpus = int(context.device.startswith("cuda")) if self.num_gpus is None else self.num_gpus
         total = sum(sizes.values())
         sharing = sum(count for name, count in sizes.items() if ROLLOUT not in pools[name])
         num_cpus, wait_s = self.num_cpus * total, self.start_timeout_s
         settings = RaySettings(self.address, num_cpus, gpus * total, self.object_store_mib, wait_s)
-        bundles = self._bundles(sizes, gpus)
         built: list[tuple[Collection[str], WorkerGroup]] = []
         with ExitStack() as undo:
             for name, members in pools.items():
@@ -191,7 +162,7 @@ class RayPlacement(Placement):
                     name, sizes[name], self.num_cpus, gpus, threads, self.strategy, self.call_timeout_s
                 )
                 part = host.only(members, sizes[name])
-                cluster = RayWorkerGroup(RaySession(settings), group, part, context, bundles.get(name))
+                cluster = RayWorkerGroup(RaySession(settings), group, part, context)
                 undo.callback(cluster.close)
                 built.append((members, cluster))
             if here := tuple(role for role in roles if role in self.in_driver):

@@ -22,7 +22,6 @@ from verl.errors import Traceback
 from verl.utils.child_process.interpreter import rare_garbage_collection
 from verl.utils.progress import Progress, report, report_to
 
-LOOPBACK = "127.0.0.1"
 _ADDRESS_OF_INTERFACE = 0x8915  # SIOCGIFADDR of Linux
 
 

@@ -30,7 +30,6 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from verl.cluster.ray.ray_init import RaySession
 from verl.cluster.ray.ray_worker import (
-    LOOPBACK,
     RayReply,
     RoleWorker,
     free_address,
@@ -71,61 +70,16 @@ class RayRoleGroup:
     call_timeout_s: float
 
 
-@dataclass
-class SharedBundles:
-    """A placement group shared by several groups of workers: worker r of each is in bundle r, so that no two workers of
-    a group have the same GPU. Reserved by the first `join`, removed by the last `leave`.
-
-    Args:
-        bundle: resources of each bundle.
-        size: number of bundles.
-        strategy: strategy of Ray's placement group.
-    """
-
-    bundle: dict[str, float]
-    size: int
-    strategy: str
-    _users: int = 0
-    _group: Any = None
-
-    def join(self, session: RaySession) -> Any:
-        """Join the placement group and return it, as Ray's object.
-
-        Raises:
-            VerlError: the cluster lacks the resources.
-        """
-        if self._group is None:
-            self._group = session.reserve([self.bundle] * self.size, self.strategy)
-        self._users += 1
-        return self._group
-
-    def leave(self) -> None:
-        """Undo one `join`."""
-        self._users -= 1
-        if self._users == 0:
-            group, self._group = self._group, None
-            with contextlib.suppress(Exception):
-                remove_placement_group(group)
-
-
 class RayWorkerGroup(RemoteWorkerGroup):
     """All roles of a host in each of the actors of a group.
 
     Args:
         session: session that is closed with the group.
-        bundles: bundles shared with other groups; None for a separate placement group.
     """
 
-    def __init__(
-        self,
-        session: RaySession,
-        group: RayRoleGroup,
-        host: ColocatedRoles,
-        context: BuildContext,
-        bundles: SharedBundles | None = None,
-    ):
+    def __init__(self, session: RaySession, group: RayRoleGroup, host: ColocatedRoles, context: BuildContext):
         logs = None if context.run_dir is None else context.run_dir.absolute() / "workers"
-        transport = RayTransport(session, group, logs, bundles)
+        transport = RayTransport(session, group, logs)
         super().__init__(transport, host, context, group.size, group.call_timeout_s)
 
 
@@ -134,13 +88,8 @@ class RayTransport:
 
     poll_takes_s = 2 * STACK_TIMEOUT_S
 
-    def __init__(
-        self, session: RaySession, group: RayRoleGroup, logs: Path | None, bundles: SharedBundles | None = None
-    ):
+    def __init__(self, session: RaySession, group: RayRoleGroup, logs: Path | None):
         self._session, self._setting, self._logs = session, group, logs
-        resources = {"CPU": group.num_cpus, "GPU": group.num_gpus}
-        bundle = {name: count for name, count in resources.items() if count} or {"CPU": 0.001}
-        self._bundles = bundles or SharedBundles(bundle, group.size, group.strategy)
         self.progress = Progress(num_slots=group.size)
         self.pids: Sequence[int] = []
         self._actors: list[Any] = []
@@ -155,7 +104,9 @@ class RayTransport:
         if self._logs is not None:
             self._logs.mkdir(parents=True, exist_ok=True)
         size = self._setting.size
-        self._placement_group = self._bundles.join(self._session)
+        resources = {"CPU": self._setting.num_cpus, "GPU": self._setting.num_gpus}
+        bundle = {name: count for name, count in resources.items() if count} or {"CPU": 0.001}
+        self._placement_group = self._session.reserve([bundle] * size, self._setting.strategy)
         self._actors = [self._create_actor(rank) for rank in range(size)]
         self._collector = threading.Thread(target=self._collect, args=(group,), daemon=True)
         self._collector.start()
@@ -170,18 +121,14 @@ class RayTransport:
         self._hosts = [f"{location.host} ({location.address})" for location in locations]
         here = ray.get_runtime_context().get_node_id()
         self._shares_store = {location.node for location in locations} == {here}
-        is_one_machine = len({location.address for location in locations}) == 1
         search_path, starts = tuple(map(os.path.abspath, sys.path)), []
         is_on_gpu = context.device.startswith("cuda")
         for rank, (actor, location) in enumerate(zip(self._actors, locations, strict=True)):
             device = f"cuda:{location.gpu}" if is_on_gpu else context.device
             worker_context = replace(context, rank=rank, world_size=size, device=device, tokenizer=None)
-            worker_context = replace(worker_context, shares_device=is_on_gpu and self._setting.num_gpus < 1)
-            rendezvous = locations[0].local_rendezvous if is_one_machine else locations[0].rendezvous
-            env = {"VERL_RENDEZVOUS": rendezvous, "RANK": str(rank), "WORLD_SIZE": str(size)}
-            network = location.local_network if is_one_machine else location.network
-            if network:  # no need to resolve the machine's name, which may give only its loopback address
-                env["GLOO_SOCKET_IFNAME"] = network
+            env = {"VERL_RENDEZVOUS": locations[0].rendezvous, "RANK": str(rank), "WORLD_SIZE": str(size)}
+            if location.network:  # no need to resolve the machine's name, which may give only its loopback address
+                env["GLOO_SOCKET_IFNAME"] = location.network
             payload = pickle.dumps((host, worker_context))
             starts.append(actor.start.remote(payload, search_path, env, self._setting.num_threads))
         group.begin_start(lambda number, _: self._inbox.put((number, starts))).result()
@@ -315,8 +262,9 @@ class RayTransport:
             with contextlib.suppress(RayError):
                 ray.kill(actor)
         if self._placement_group is not None:
-            self._placement_group = None
-            self._bundles.leave()
+            group, self._placement_group = self._placement_group, None
+            with contextlib.suppress(Exception):
+                remove_placement_group(group)
 
     def close(self, is_idle: bool) -> None:
         if is_idle and self._actors and ray.is_initialized():
@@ -340,8 +288,8 @@ class _WorkerLocation(NamedTuple):
 
     Attributes:
         address, host: address of its machine in the cluster, and the machine's name.
-        rendezvous, local_rendezvous: addresses for a process group, for other machines and for this machine only.
-        network, local_network: their network interfaces; empty if unknown or set by the user.
+        rendezvous: address for a process group.
+        network: its network interface; empty if unknown or set by the user.
         gpu: index of its GPU among those that the process sees.
     """
 
@@ -349,9 +297,7 @@ class _WorkerLocation(NamedTuple):
     pid: int
     node: str
     rendezvous: str
-    local_rendezvous: str
     network: str
-    local_network: str
     gpu: int
     host: str = ""
 
@@ -361,16 +307,14 @@ class _RayWorker(RoleWorker):
 
     def location(self) -> _WorkerLocation:
         address, node = ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()
-        is_chosen = "GLOO_SOCKET_IFNAME" in os.environ
-        networks = ("", "") if is_chosen else (interface_of(address), interface_of(LOOPBACK))
+        network = "" if "GLOO_SOCKET_IFNAME" in os.environ else interface_of(address)
         gpu = own_gpu([str(number) for number in ray.get_gpu_ids()], os.environ.get("CUDA_VISIBLE_DEVICES"))
         return _WorkerLocation(
             address,
             os.getpid(),
             node,
             free_address(address),
-            free_address(LOOPBACK),
-            *networks,
+            network,
             gpu,
             socket.gethostname(),
         )
