@@ -1,36 +1,40 @@
-"""Models small enough to run in milliseconds, in directories as a user would give them, and prompts for them."""
+"""Models small enough to run in milliseconds, in directories as a user would give them, and prompts for them.
+
+Fixtures import torch themselves: the process of pytest-xdist that distributes the tests needs none.
+"""
+
+from __future__ import annotations
 
 import atexit
 import gc
+import itertools
 import os
 import signal
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import refusals
 import rich
-import torch
 import worker_server
 from faults.fork_server import ForkServer
 from hypothesis import settings
-from random_models import save_random_model
 from storage.other_servers import gcs_server, oss_server
 from storage.s3_server import Proxy, proxy_before, s3_server
 
-from verl.models.pretrained import Pretrained
-from verl.models.tiny import character_tokenizer
-from verl.protocol import DataProto
+if TYPE_CHECKING:
+    from verl.models.pretrained import Pretrained
+    from verl.protocol import DataProto
 
 # Compiled modules are kept: each of the hundreds of child processes would otherwise compile the package for itself
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
 settings.register_profile("exhaustive", deadline=None)  # other examples each time; seconds are those of the machine
-settings.register_profile("repeatable", derandomize=True, deadline=None)
+settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=50)
 settings.load_profile("repeatable")
 
 # A shell without job control starts programs with Ctrl-C ignored, nohup with SIGHUP; so would be all children
@@ -38,6 +42,8 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+NUMBERS = itertools.count()  # of the tests of this process
 
 gc.disable()  # nothing of all that is imported and collected is garbage; to look through it takes seconds
 
@@ -64,6 +70,12 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_xdist_setupnodes() -> None:
+    if worker_server.is_possible():
+        worker_server.copies_for_xdist()
+
+
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from scheduling import FilesAndGroups
 
@@ -73,6 +85,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 @pytest.fixture(autouse=True)
 def torch_state() -> Iterator[None]:
     """What a test sets in torch's global state ends with the test."""
+    import torch
+
     is_deterministic, is_warning = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -105,6 +119,14 @@ def console() -> Iterator[None]:
     vars(rich._console).update(before)
 
 
+@pytest.fixture
+def tmp_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As pytest's own, which looks through the directories of all tests before it."""
+    path = tmp_path_factory.getbasetemp() / str(next(NUMBERS))
+    path.mkdir()
+    return path
+
+
 @pytest.fixture(autouse=True)
 def working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs write below the directory that they are started in; a test's is its own. Output has no width."""
@@ -116,6 +138,8 @@ def working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def tokenizer():
     """The character tokenizer."""
+    from verl.models.tiny import character_tokenizer
+
     return character_tokenizer()
 
 
@@ -126,30 +150,43 @@ def dir64(tmp_path_factory: pytest.TempPathFactory) -> Path:
     Its layer norms stay in float64. The RMS norms of Llama, Qwen and most others pass through float32, where a last
     bit that differs by the shape of a batch can grow to 1e-8.
     """
+    import torch
+    from random_models import save_random_model
+
     return save_random_model(tmp_path_factory.mktemp("models") / "float64", "starcoder2", torch.float64)
 
 
 @pytest.fixture(scope="session")
 def dir32(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random float32 Qwen2 of the same size."""
+    import torch
+    from random_models import save_random_model
+
     return save_random_model(tmp_path_factory.mktemp("models") / "float32", "qwen2", torch.float32)
 
 
 @pytest.fixture(scope="session")
 def model64(dir64: Path) -> Pretrained:
     """The description of the float64 model."""
+    from verl.models.pretrained import Pretrained
+
     return Pretrained(path=str(dir64), dtype="float64")
 
 
 @pytest.fixture(scope="session")
 def model32(dir32: Path) -> Pretrained:
     """The description of the float32 model."""
+    from verl.models.pretrained import Pretrained
+
     return Pretrained(path=str(dir32))
 
 
 @pytest.fixture(scope="session")
 def prompts(tokenizer) -> Callable[..., DataProto]:
     """Make a batch of prompts [b P] from texts, with prompt and group numbers, as the loop hands it to the actor."""
+    import torch
+
+    from verl.protocol import DataProto
 
     def make(*texts: str, ids: list[int] | None = None, groups: list[int] | None = None) -> DataProto:
         texts = texts or ("1+2=", "34+5=", "what is 6*7? ", "9-")
@@ -229,6 +266,7 @@ def proxy(s3_url: str) -> Iterator[Proxy]:
 def smollm2() -> Pretrained:
     """SmolLM2-135M-Instruct from its package, dequantised in the cache of this machine."""
     from verl.models.gguf import PACKAGED, _file_in_package
+    from verl.models.pretrained import Pretrained
 
     file = _file_in_package(next(iter(PACKAGED)))
     if file is None:

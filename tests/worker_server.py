@@ -6,12 +6,14 @@ A process that has imported everything is copied for each of them. It computes n
 fresh interpreter: no thread, no tensor, no seed. The copy is a child of the process that asks, as one that
 `subprocess` starts is (CLONE_PARENT). Started anew are workers of other processes than this one, and those whose
 environment differs in a variable that is read while modules are imported, as that of vLLM does. Scripts:
-`faults.fork_server`.
+`faults.fork_server`. The processes of pytest-xdist are copies too, of a server of the one that distributes the tests;
+each begins with a copy of itself, its own server.
 """
 
 from __future__ import annotations
 
 import array
+import atexit
 import contextlib
 import ctypes
 import fcntl
@@ -28,7 +30,8 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
 TESTS = Path(__file__).resolve().parent
 MODULES = ("verl.cluster.worker", "verl.rollout.engine_process.serve")
@@ -75,22 +78,44 @@ LAZY = (  # what a run imports when it comes to it
 NOT_LOADED = {"wandb", "tensorboard", "vllm", "ray", "cli", "replay", "adapter", "service"}
 
 forked: dict[int, Mapping[str, str]] = {}  # pids of the workers of this process, and their environments
+own_server: WorkerServer | None = None  # of a process that pytest-xdist started
 
 
 class WorkerServer:
     """The server, as the process sees it whose workers it makes."""
 
-    def __init__(self, environment: Mapping[str, str]):
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        paths = [str(TESTS.parent), str(TESTS)]
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "worker_server", str(theirs.fileno())],
-            env=dict(environment) | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
-            pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True,
-        )  # fmt: skip
-        theirs.close()
+    def __init__(self, its_socket: socket.socket, pid: int):
+        self._socket, self._pid = its_socket, pid
         self._lock = threading.Lock()
-        assert self._socket.recv(MOST_BYTES) == b"1", "threads, of which a copy would have one"
+
+    @classmethod
+    def start(cls, environment: Mapping[str, str], own_session: bool = True) -> WorkerServer:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        paths = [str(TESTS.parent), str(TESTS)]
+        process = subprocess.Popen(
+            [sys.executable, "-c", f"import worker_server; worker_server.serve({theirs.fileno()})"],
+            env=dict(environment) | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
+            pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=own_session,
+        )  # fmt: skip
+        process.returncode = 0  # it is waited for here
+        theirs.close()
+        assert ours.recv(MOST_BYTES) == b"1", "threads, of which a copy would have one"
+        return cls(ours, process.pid)
+
+    @classmethod
+    def fork_here(cls) -> WorkerServer:
+        """A copy of this process, which has computed nothing yet."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        pid = os.fork()
+        if pid == 0:
+            ours.close()
+            os.setsid()
+            null = os.open(os.devnull, os.O_RDWR)
+            os.dup2(null, 0)
+            os.dup2(null, 1)
+            carry_out(theirs)
+        theirs.close()
+        return cls(ours, pid)
 
     def fork(self, order: Mapping[str, Any], files: Mapping[int, int]) -> int:
         """The pid of a copy that carries an order out, with files by their numbers in it."""
@@ -102,7 +127,7 @@ class WorkerServer:
 
     def close(self) -> None:
         self._socket.close()
-        self._process.wait(timeout=60)
+        os.waitpid(self._pid, 0)
 
 
 class WithCopies:
@@ -122,10 +147,7 @@ class WithCopies:
                 out = 1 if output is None else output if isinstance(output, int) else output.fileno()
                 files = {1: out, 2: 2 if options["stderr"] is None else out} | {n: n for n in options["pass_fds"]}
                 order = {"module": command[-1], "environment": dict(options["env"]), "directory": os.getcwd()}
-                self.args, self.returncode, self._child_created = command, None, True
-                self._waitpid_lock = threading.Lock()
-                self.stdin = self.stdout = self.stderr = None
-                self.pid = modules.server().fork({**order, "own_session": options["start_new_session"]}, files)
+                _start(self, command, modules.server(), {**order, "own_session": options["start_new_session"]}, files)
                 if command[-1] == MODULES[0]:
                     forked[self.pid] = order["environment"]
 
@@ -133,7 +155,7 @@ class WithCopies:
 
     def server(self) -> WorkerServer:
         with self._one_at_a_time:
-            self._server = self._server or WorkerServer(self._environment)
+            self._server = self._server or own_server or WorkerServer.start(self._environment)
         return self._server
 
     def close(self) -> None:
@@ -142,6 +164,38 @@ class WithCopies:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(subprocess, name)
+
+
+def _start(
+    process: subprocess.Popen, command: Any, server: WorkerServer, order: Mapping[str, Any], files: Mapping[int, int]
+) -> None:
+    """Let an instance of `Popen` stand for a copy."""
+    process.args, process.returncode, process._child_created = command, None, True
+    process._waitpid_lock = threading.Lock()
+    process.stdin = process.stdout = process.stderr = None
+    process.pid = server.fork(order, files)
+
+
+def copies_for_xdist() -> None:
+    """Processes that pytest-xdist starts from now on are copies of one that has imported everything."""
+    from execnet.gateway_base import MainThreadOnlyExecModel
+
+    server = WorkerServer.start(os.environ, own_session=False)  # Ctrl-C reaches them as it reaches this process
+
+    class Popen(subprocess.Popen):
+        def __init__(self, command: Any, stdin: int, stdout: int):
+            (its_stdin, ours_in), (ours_out, its_stdout) = os.pipe(), os.pipe()
+            order = {"code": command[-1], "environment": dict(os.environ), "directory": os.getcwd()}
+            _start(self, command, server, {**order, "own_session": None}, {0: its_stdin, 1: its_stdout, 2: 2})
+            os.close(its_stdin)
+            os.close(its_stdout)
+            self.stdin, self.stdout = os.fdopen(ours_in, "wb"), os.fdopen(ours_out, "rb")
+
+    MainThreadOnlyExecModel.subprocess = SimpleNamespace(Popen=Popen, PIPE=subprocess.PIPE)  # type: ignore[assignment]
+
+
+def is_possible() -> bool:
+    return platform.system() == "Linux" and platform.machine() in CLONE
 
 
 def is_as_a_copy(command: Any, options: Mapping[str, Any], environment: Mapping[str, str]) -> bool:
@@ -155,7 +209,7 @@ def is_as_a_copy(command: Any, options: Mapping[str, Any], environment: Mapping[
 @contextlib.contextmanager
 def in_use() -> Iterator[WithCopies | None]:
     """Workers of this process are copies meanwhile, on a system that can make them."""
-    if platform.system() != "Linux" or platform.machine() not in CLONE:
+    if not is_possible():
         yield None
         return
     from verl.utils.child_process import process
@@ -172,12 +226,19 @@ def in_use() -> Iterator[WithCopies | None]:
 # In the server's process
 
 
-def serve(orders: socket.socket) -> None:
-    """Make copies as asked, until the test's process hangs up."""
+def serve(number: int) -> NoReturn:
+    """Import everything, and make copies as asked through a socket."""
     gc.disable()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     import_everything()
     gc.freeze()  # what was imported is not garbage of a copy, and need not be copied for it
+    orders = socket.socket(fileno=number)
     orders.send(str(len(os.listdir("/proc/self/task"))).encode())
+    carry_out(orders)
+
+
+def carry_out(orders: socket.socket) -> NoReturn:
+    """Make copies as asked, until the test's process hangs up."""
     while True:
         message, files, _, _ = socket.recv_fds(orders, MOST_BYTES, 64)
         if not message:
@@ -209,6 +270,18 @@ def import_everything() -> None:
     compose_root("ppo", ["actor.lora={rank:1}", "trainer.seed=1", "data=files"])  # the parser learns its grammar
 
 
+def end(status: int) -> NoReturn:
+    """End as the interpreter does, but for freeing everything that was imported.
+
+    That takes 1.4 s of processor time: more than most of what is run here.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status & 0xFF)
+
+
 def _copy() -> int:
     """`os.fork`, but the copy's parent is this process's."""
     python = ctypes.pythonapi  # the interpreter's lock is held meanwhile
@@ -220,9 +293,12 @@ def _copy() -> int:
 
 
 def _become(order: Mapping[str, Any], files: list[int], begun: int) -> None:
-    """Be `python -m MODULE`, or a script."""
+    """Be `python -m MODULE`, `python -c CODE`, or a script."""
+    global own_server
     gc.enable()
-    (os.setsid if order["own_session"] else os.setpgrp)()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if order["own_session"] is not None:
+        (os.setsid if order["own_session"] else os.setpgrp)()
     os.close(begun)
     os.sched_setaffinity(0, order["cores"])
     os.chdir(order["directory"])
@@ -235,14 +311,14 @@ def _become(order: Mapping[str, Any], files: list[int], begun: int) -> None:
     for number, target in zip(above, order["files"], strict=True):
         os.dup2(number, target)
         os.close(number)
-    if "module" not in order:
+    if "code" in order:
+        own_server, sys.argv = WorkerServer.fork_here(), ["-c"]
+        exec(order["code"], {"__name__": "__main__"})
+        end(0)
+    if "script" in order:
         from faults.fork_server import run_script
 
         run_script(order)
     from verl.utils.child_process.process import run_child
 
     run_child(order["module"])
-
-
-if __name__ == "__main__":
-    serve(socket.socket(fileno=int(sys.argv[1])))

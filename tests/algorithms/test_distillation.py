@@ -91,6 +91,7 @@ test_what_cannot_be_distilled_is_refused = refused(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.first_rows(1)
 @pytest.mark.parametrize(
     "options",

@@ -126,6 +126,7 @@ def test_an_advantage_function_gives_advantages_of_responses_or_tokens_and_retur
     assert torch.equal(rows["token_level_rewards"], batch()["token_level_rewards"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, pytest.param({"sharding": DDP(), "n_gpus_per_node": 2, "num_threads": 2},
                                                       marks=pytest.mark.exhaustive)])  # fmt: skip
 def test_a_run_with_a_function_is_the_run_with_the_class_and_goes_on_from_a_checkpoint(options, model32, tmp_path):

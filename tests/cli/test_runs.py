@@ -12,31 +12,35 @@ from typer.testing import CliRunner
 
 from verl.cli.main import app
 from verl.cli.runs import last_metrics
+from verl.cli.train import training_command
 
 runner = CliRunner()
 SHORT = ["tracker=jsonl", "trainer.total_steps=2", "trainer.save_final=false", "checkpoint.save_interval=1"]
 
 
+def words_of(model, directory: Path, name: str, *overrides: str) -> list[str]:
+    return [*small_run(model, directory), *SHORT, f"checkpoint.save_dir={directory / 'saved' / name}", *overrides]
+
+
 @pytest.fixture(scope="module")
-def trained(fork_server, model32, tmp_path_factory) -> Path:
+def trained(model32, tmp_path_factory) -> Path:
     """Two equal runs, and one resumed from the first at another rate."""
     directory = tmp_path_factory.mktemp("trained")
     resumed = f"resume={directory / 'saved/first/global_step_1'}"
-    for name, overrides in (("first", ()), ("same", ()), ("second", (resumed, "actor.optimizer.lr=2e-3"))):
-        child = started(fork_server, model32, directory, name, *overrides)
-        assert child.wait(240) == 0, child.said()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(directory)
+        for name, overrides in (("first", ()), ("same", ()), ("second", (resumed, "actor.optimizer.lr=2e-3"))):
+            words = [*words_of(model32, directory, name, *overrides), f"hydra.run.dir={directory / name}"]
+            patch.setattr("sys.argv", ["verl ppo", *words])
+            training_command("ppo")()
     return directory
-
-
-def started(fork_server, model, directory: Path, name: str, *overrides: str):
-    saving = f"checkpoint.save_dir={directory / 'saved' / name}"
-    return fork_server.start(directory, name, [*small_run(model, directory), *SHORT, saving, *overrides])
 
 
 @pytest.fixture
 def killed(fork_server, model32, trained) -> Path:
     """The directory of those, and of one that was killed."""
-    directory, process = trained, started(fork_server, model32, trained, "killed", "trainer.total_steps=100000")
+    directory, words = trained, words_of(model32, trained, "killed", "trainer.total_steps=100000")
+    process = fork_server.start(directory, "killed", words)
     try:
         while process.is_running() and not (directory / "killed/metrics.jsonl").is_file():
             time.sleep(0.01)

@@ -179,6 +179,7 @@ class CountedGraphs:
         return replay
 
 
+@pytest.mark.slow
 @pytest.mark.first_rows(1)
 @pytest.mark.parametrize(("name", "most"), [*((name, 900) for name in SHAPES), ("graphs", 10)])
 def test_a_token_of_all_rows_starts_few_kernels(name, most, tmp_path, monkeypatch):

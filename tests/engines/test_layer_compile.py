@@ -153,6 +153,7 @@ def test_on_a_cpu_nothing_is_compiled_without_being_asked_for():
     assert programs_of(start_actor(wide).engine.model) is None
 
 
+@pytest.mark.slow
 def test_a_trial_that_agrees_computes_packed_lines_by_programs_and_rows_alone_as_they_are(monkeypatch, programs):
     plain = start_actor(EXACT)
     optional(monkeypatch)

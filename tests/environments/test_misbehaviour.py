@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 
 import pytest
+from cases import has_tests
 from environments.episodes import engine_of, prompts_of, tiny
 
 from verl.environments.hosted import FunctionEnvironment
@@ -165,7 +166,7 @@ LIMIT_S = 10.0  # of what ends by itself, on a busy machine too
 
 
 @pytest.fixture(scope="module")
-def played(tmp_path_factory):
+def played(request, tmp_path_factory):
     """Record of each episode, by what it does, and the log: all of them in two calls of an engine, with 12 innocent
     episodes beside those that end their process."""
     file = tmp_path_factory.mktemp("misbehaviour") / "world.py"
@@ -181,7 +182,8 @@ def played(tmp_path_factory):
     environment = FunctionEnvironment(path=f"{file}:World", step_timeout_s=LIMIT_S, retries=0, reset_timeout_s=60.0)
     engine = engine_of(environment, model=model, stop_token_ids=EACH)
     try:
-        harmful = [*HOLDS_ITS_PROCESS, *ENDS_ITS_PROCESS]
+        ends = list(ENDS_ITS_PROCESS)[: None if has_tests(request, "slow") else 1]
+        harmful = [*HOLDS_ITS_PROCESS, *ends]
         for codes in ([*NOT_SCORED, *SCORED], [*INNOCENT[:6], *harmful, *INNOCENT[6:]]):
             prompts = prompts_of(model[1], ["1="] * len(codes), code=codes)
             rows = engine.generate(prompts, GenerationRequest(1, 1))
@@ -194,6 +196,7 @@ def played(tmp_path_factory):
     return found, lines, str(file)
 
 
+@pytest.mark.first_rows(len(NOT_SCORED) + 1)
 @pytest.mark.parametrize("code", [*NOT_SCORED, *ENDS_ITS_PROCESS])
 def test_what_is_no_answer_of_a_step_is_never_scored_and_says_why(played, code):
     (record,) = played[0][code]

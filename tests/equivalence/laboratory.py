@@ -24,22 +24,14 @@ from equivalence.one_update import one_update
 from same_training import Training, run_course
 from torch import Tensor, nn
 from torch.distributed import ProcessGroupGloo
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import verl.trainer.build as build
 from verl.cluster.local_worker_group import LocalWorkerGroup
 from verl.cluster.rpc import role_handles, row_assignment
 from verl.component import BuildContext, Description, component
-from verl.engines.chunked_logprobs import token_log_probs
-from verl.engines.engine import TrainingEngine
-from verl.engines.optimizer import AdamW
 from verl.engines.parallel_dims import DataParallelism
 from verl.engines.sharding import DDP, Sharding
-from verl.model_paths.check import paths_for
-from verl.models.heads import LMHead
-from verl.models.structure import routers
 from verl.ops.batching import BatchPartition
-from verl.ops.masking import aggregate
 from verl.ops.resharding.dtensor import is_on_other_stage, local
 from verl.protocol import DataProto
 from verl.protocol.dispatch import dispatch_of, on_all, on_each
@@ -47,24 +39,6 @@ from verl.rollout.weight_sync.state_dict import weights_of
 from verl.trainer.ppo_config import PPORun
 from verl.workers.colocated import RLHost
 from verl.workers.load_state import RestoreSource, RoleState
-
-
-class SentByAllToAll(TorchDispatchMode):
-    """Counts the bytes of floating-point numbers that this process sends to others by all-to-all.
-
-    Args:
-        place: of this process in its group.
-    """
-
-    def __init__(self, place: int):
-        super().__init__()
-        self.place, self.bytes = place, 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops._c10d_functional.all_to_all_single.default and args[0].is_floating_point():
-            rows = sum(args[2]) - args[2][self.place]
-            self.bytes += rows * args[0].shape[1] * args[0].itemsize
-        return func(*args, **(kwargs or {}))
 
 
 @functools.cache
@@ -181,39 +155,6 @@ class Bench:
         degrees = sharding.degrees(self.context.world_size)
         shares = {"share": degrees.row_share(self.context.rank), "shares": degrees.row_shares}
         return one_update(source, parallel, rows, **shares, **options)
-
-    @on_each
-    def exchanged(self, source: Any, sharding: Sharding, rows: DataProto) -> tuple[int, int]:
-        """Bytes that this process sends to experts and back in an update in which each is chosen equally often, and
-        tokens that its model ran.
-        """
-        model = source.load_causal_lm("cpu")
-        tokens: list[int] = []
-
-        def balanced(router: Any, _: Any, output: Any) -> Any:
-            logits, weights, experts = output
-            each = torch.arange(experts.numel()).view_as(experts) % router.num_experts
-            return logits, weights, each
-
-        for router in routers(model):
-            router.register_forward_hook(balanced)
-        routers(model)[0].register_forward_hook(lambda _, x, __: tokens.append(x[0].numel() // x[0].shape[-1]))
-        parallel = sharding.build(self.context)
-        degrees = sharding.degrees(self.context.world_size)
-        paths_for(model, 64)
-        parallel.shard_model(model)
-        engine = TrainingEngine(model, parallel, 200, AdamW(lr=1e-3), total_updates=1)
-        own = BatchPartition(rows, degrees.row_shares).rows[degrees.row_share(self.context.rank)]
-        head = LMHead(model)
-
-        def loss(model: Any, micro: Any, totals: Any) -> Any:
-            found = token_log_probs(model, head, micro)
-            return -aggregate(found.log_probs, micro.tensors["response_mask"], "token-mean", totals), {}
-
-        tokens.clear()
-        with SentByAllToAll(self.context.rank % sharding.ep) as sent:
-            engine.update(rows[own], loss)
-        return sent.bytes, sum(tokens)
 
     @on_each
     def sent_in_update(self, source: Any, sharding: Sharding, rows: DataProto, tokens: int) -> Any:

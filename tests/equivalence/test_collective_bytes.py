@@ -2,29 +2,33 @@
 
 import pytest
 import torch
+from cases import exhaustive
 from collective_bytes import planned_bytes
 from equivalence.one_update import rows_with_holes
 from random_models import save_random_model
 
-from verl.engines.sharding import DDP, FSDP, TP, Parallel
+from verl.engines.sharding import Parallel
 from verl.models.model_stats import model_stats
 from verl.models.pretrained import Pretrained
 
-pytestmark = [pytest.mark.xdist_group("two processes"), pytest.mark.exhaustive, pytest.mark.slow]
+pytestmark = [pytest.mark.xdist_group("two processes"), pytest.mark.slow]
 
 ROWS = rows_with_holes([24] * 8, 1, [40])
 SHAPE = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4}
 DENSE = {"intermediate_size": 128, "vocab_size": 256}
 EXPERTS = {"num_experts": 8, "moe_intermediate_size": 64, "head_dim": 8, "vocab_size": 256}
-TWO = [DDP(), FSDP(), TP(), Parallel(cp=2), Parallel(cp=2, cp_style="ulysses"), Parallel(pp=2), Parallel(ep=2)]
+# The others are in tests/engines/test_traffic.py
+TWO = [Parallel(ep=2), *exhaustive(Parallel(pp=2))]
 FOUR = [
-    Parallel(pp=4),
-    Parallel(pp=2, dp_replicate=2),
-    Parallel(pp=2, dp_shard=2),
-    Parallel(pp=2, cp=2),
-    Parallel(ep=2),  # the experts of a process are divided over two
     Parallel(ep=4),
-    Parallel(ep=2, dp_replicate=2),
+    *exhaustive(
+        Parallel(pp=4),
+        Parallel(pp=2, dp_replicate=2),
+        Parallel(pp=2, dp_shard=2),
+        Parallel(pp=2, cp=2),
+        Parallel(ep=2),  # the experts of a process are divided over two
+        Parallel(ep=2, dp_replicate=2),
+    ),
 ]
 
 

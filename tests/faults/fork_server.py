@@ -6,7 +6,6 @@ test ──order──> worker_server ──clone──> child: `python main_ppo
 
 from __future__ import annotations
 
-import atexit
 import functools
 import importlib
 import itertools
@@ -16,14 +15,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from worker_server import WorkerServer
+from worker_server import WorkerServer, end
 
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = ROOT / "tests"
@@ -144,10 +142,7 @@ class ForkServer:
 
 
 def run_script(order: Mapping[str, Any]) -> NoReturn:
-    """Be `python script arguments...`, to its end as the interpreter's, but for freeing everything that was imported.
-
-    That takes 1.4 s of processor time: more than most of what is run here.
-    """
+    """Be `python script arguments...`."""
     status: object = 0
     try:
         first = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
@@ -164,11 +159,7 @@ def run_script(order: Mapping[str, Any]) -> NoReturn:
     if not isinstance(status, int):
         print(status, file=sys.stderr)  # noqa: T201
         status = 1
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status & 0xFF)
+    end(status)
 
 
 def _place(cut: Cut) -> None:

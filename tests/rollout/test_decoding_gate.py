@@ -33,6 +33,7 @@ def told(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.message for record in caplog.records if "drawn again" in record.message]
 
 
+@pytest.mark.slow
 def test_a_model_whose_record_is_wrong_is_decoded_by_a_plainer_way(tmp_path, prompts, caplog, monkeypatch):
     wrong = FamilyRecord("padded; cache in place", layer_types=("chunked_attention",))
     monkeypatch.setitem(family_table().families, "llama4_text", (wrong,))

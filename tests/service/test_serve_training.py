@@ -61,6 +61,7 @@ def test_what_it_cannot_serve_is_refused(words, path, key, monkeypatch):
     assert path in result.output
 
 
+@pytest.mark.slow
 def test_its_plan_counts_a_micro_batch_and_each_further_adapter(dir32):
     words = ["actor=pretrained", f"actor.model.path={dir32}", "rollout.max_new_tokens=16"]
     result = CliRunner().invoke(app, ["serve-training", *words, "--plan"])

@@ -74,6 +74,7 @@ def fit(model, disk: Path, full_from: int, free_from: int | None, **options):
         undo()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_disk_that_stays_full_stops_the_training_of_nothing_and_tears_no_line(model32, disk, capfd):
     assert fit(model32, disk, full_from=4, free_from=None, save_final=False).status == "finished"

@@ -16,19 +16,19 @@ from verl.workers.critic import Critic
 
 
 def test_a_run_evaluates_before_during_and_after_and_says_what_it_did(model32, tmp_path):
-    run = ppo_run(model32, total_steps=5, eval_interval=2, eval_samples=3, tracker=JSONL)
+    run = ppo_run(model32, total_steps=3, eval_interval=2, eval_samples=3, tracker=JSONL)
     undo = setup_logging(tmp_path)
     try:
         result = fit(run, tmp_path)
     finally:
         undo()
-    assert (result.status, result.steps) == ("finished", 5)
-    assert list(result.evaluations) == [0, 2, 4, 5]
-    assert set(result.evaluations[5]) >= {"eval/accuracy", "eval/mean@3", "eval/best@3"}
+    assert (result.status, result.steps) == ("finished", 3)
+    assert list(result.evaluations) == [0, 2, 3]
+    assert set(result.evaluations[3]) >= {"eval/accuracy", "eval/mean@3", "eval/best@3"}
 
     lines = read_lines(tmp_path / "metrics.jsonl")
     steps = [line for line in lines if "eval/accuracy" not in line]
-    assert [line["step"] for line in steps] == [1, 2, 3, 4, 5]
+    assert [line["step"] for line in steps] == [1, 2, 3]
     stages = ["gen", "reward", "old", "ref", "values", "adv", "update_critic", "update_actor", "sync"]
     for line in steps:
         assert [f"timing/{stage}_s" for stage in stages] == [k for k in line if k.startswith("timing/")][: len(stages)]
@@ -40,7 +40,7 @@ def test_a_run_evaluates_before_during_and_after_and_says_what_it_did(model32, t
     assert "6 responses to 3 prompts" in log
 
     tables = sorted(file.name for file in (tmp_path / "samples").iterdir())
-    assert tables == [f"step_{step}.jsonl" for step in (0, 2, 4, 5)]
+    assert tables == [f"step_{step}.jsonl" for step in (0, 2, 3)]
     (row,) = read_lines(tmp_path / "samples" / "step_0.jsonl")  # the one held-out prompt
     assert row["prompt_text"] == "5+5="
     assert {"table", "response_text", "score", "length"} <= set(row)
@@ -56,8 +56,8 @@ def test_a_run_evaluates_before_during_and_after_and_says_what_it_did(model32, t
         assert sum(row["success"] for row in rows[1:]) / 3 == metrics["eval/mean@3"]
     assert sorted(file.name for file in (tmp_path / "evals").iterdir()) == tables
     tables = sorted(file.name for file in (tmp_path / "tokens").iterdir())
-    assert tables == [f"step_{step}.jsonl" for step in (1, 2, 4, 5)]
-    for step in (1, 2, 4, 5):
+    assert tables == [f"step_{step}.jsonl" for step in (1, 2, 3)]
+    for step in (1, 2, 3):
         rows = read_lines(tmp_path / "tokens" / f"step_{step}.jsonl")
         assert [row["sample_id"] for row in rows] == [0, 1] * 3
         (metrics,) = [line for line in steps if line["step"] == step]
@@ -73,8 +73,8 @@ def test_a_run_evaluates_before_during_and_after_and_says_what_it_did(model32, t
     assert json.loads((tmp_path / "plan.json").read_text())["phases"]
 
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert (summary["status"], summary["steps"]) == ("finished", 5)
-    assert list(summary["evaluations"]) == ["0", "2", "4", "5"]
+    assert (summary["status"], summary["steps"]) == ("finished", 3)
+    assert list(summary["evaluations"]) == ["0", "2", "3"]
     assert summary["saved"] == [str(tmp_path / "actor"), str(tmp_path / "critic")]
     for role in ("actor", "critic"):
         Pretrained(path=str(tmp_path / role)).load_backbone("cpu")
@@ -100,6 +100,7 @@ def test_a_run_that_cannot_save_is_an_error_that_leaves_its_summary(model32, tmp
     assert [line["step"] for line in read_lines(tmp_path / "metrics.jsonl")] == [1, 1]
 
 
+@pytest.mark.slow
 def test_a_critic_of_another_family_with_the_tokenizer_of_the_actor_trains(tmp_path):
     actor = save_random_model(tmp_path / "llama", "llama", torch.float32)
     critic = save_random_model(tmp_path / "gpt_neox", "gpt_neox", torch.float32)

@@ -192,6 +192,7 @@ def test_images_of_an_environment_are_refused_where_nothing_reads_them(lacks, mo
         run.build(BuildContext(run_dir=tmp_path / "run"))
 
 
+@pytest.mark.slow
 def test_every_turn_of_an_episode_sees_the_images_of_its_prompt(model, tmp_path):
     source = Pretrained(path=str(model), dtype="float64", images=True)
     net, tokenizer = source.load_causal_lm("cpu"), source.load_tokenizer()

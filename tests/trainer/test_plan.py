@@ -345,6 +345,7 @@ PUBLISHED = {  # Llama 3.1 8B, Qwen3 32B, 30B-A3B, 235B-A22B on H100s: seconds o
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["8B", *exhaustive("32B", "30B-A3B", "235B-A22B")])
 def test_published_steps_are_within_the_range_of_the_plan_and_the_document_has_the_error_of_each(name, tmp_path):
     """Table of NeMo RL 0.4, on policy: prompts x 32 samples, greatest and average tokens of a row, optimizer steps."""

@@ -179,6 +179,7 @@ def test_loss_and_gradients_of_adapter_and_head_are_those_of_peft(adapted):
         torch.testing.assert_close(x, theirs[name], rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_a_saved_adapter_has_the_head_in_full_and_merges_into_a_whole_reward_model(adapted, tmp_path):
     trainer, batch, directory = adapted
     scores = trainer.learner.row_scores(batch).result()["row_scores"]

@@ -56,6 +56,7 @@ def flip(file: Path) -> None:
     file.write_bytes(data)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", ["actor/model.safetensors", *exhaustive("optimizer/optim_state_rank_0.safetensors")])
 def test_a_flipped_bit_is_told_with_file_and_tensor_and_the_checkpoint_before_is_taken(
     file, copied, whole, model32, caplog

@@ -70,6 +70,7 @@ def run_of(directory: Path | str, name: str) -> str:
 # -- the run directory ---
 
 
+@pytest.mark.slow
 def test_a_run_directory_in_which_another_run_trained_is_refused_before_anything_is_written(model32, tmp_path):
     context = BuildContext(run_dir=tmp_path / "run")
 
@@ -191,6 +192,7 @@ def test_a_run_saves_beside_its_own_training_resumes_its_newest_and_is_refused_b
     assert sorted(Path().rglob("*")) == before
 
 
+@pytest.mark.slow
 def test_a_refusal_names_the_directory_what_differs_and_what_to_do(model32):
     first = fit(run(model32))
     with refusal("checkpoint.save_dir") as refused:
