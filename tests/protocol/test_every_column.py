@@ -19,7 +19,7 @@ from replay.rows_here import scored_rows
 from safetensors.torch import load_file
 
 from verl.cluster import shm_channel
-from verl.cluster.shm_channel import RowSubset, deserialize, serialize
+from verl.cluster.shm_channel import deserialize, serialize
 from verl.errors import DataProtoValidationError
 from verl.protocol import DataProto
 from verl.replay.arrow_rows import DeviceRows, SelectedRows, rows_from_arrow, rows_to_arrow
@@ -41,25 +41,11 @@ def journeys(data: DataProto, directory: Path):
     yield "pickle beside its buffers", pickle.loads(head, buffers=[bytes(buffer.raw()) for buffer in buffers])
     yield "file", saved(data, directory)
     yield "parcel", deserialize(serialize({"batch": data}))["batch"]
-    yield "rows of a parcel", deserialize(filled(serialize(RowSubset(data, torch.arange(len(data))))))
     yield "copy", copy.copy(data)
     yield "deepcopy", copy.deepcopy(data)
     yield "chunks", DataProto.concat(data.chunk(2))
     yield "every row", data[torch.arange(len(data))]
     yield "there and back", data[::-1][::-1]
-
-
-def filled(parcel):
-    """As it arrives: rows that are taken while they are sent are bytes by then."""
-    arrived = []
-    for buffer in parcel.buffers:
-        into = np.empty(buffer.nbytes, np.uint8)
-        if hasattr(buffer, "write"):
-            buffer.write(into)
-        else:
-            into[:] = buffer
-        arrived.append(into)
-    return parcel.head, arrived
 
 
 @few
@@ -82,11 +68,10 @@ def test_a_batch_is_the_same_behind_shared_memory(monkeypatch, data):
     posts = (shm_channel.MessagePacker(), shm_channel.MessagePacker())
     here, there = (shm_channel.ShmChannel(end, post) for end, post in zip(ends, posts))
     try:
-        for sent in (data, RowSubset(data, torch.arange(len(data)))):
-            here.send(posts[0].pack(sent))
-            found = there.receive()
-            assert_identical(found, data)
-            assert_identical(data.union(found), data)
+        here.send(posts[0].pack(data))
+        found = there.receive()
+        assert_identical(found, data)
+        assert_identical(data.union(found), data)
     finally:
         for one in (here, there, *posts):
             one.close()

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from refusals import refused
 
-from verl.cluster.shm_channel import RowSubset, serialize
+from verl.cluster.shm_channel import serialize
 from verl.errors import DataProtoValidationError
 from verl.protocol import DataProto
 from verl.protocol.ragged import Ragged
@@ -60,7 +60,7 @@ def test_what_is_sent_and_joined_holds_no_image_without_a_row():
     data = batch(rows)
     whole = serialize(data).num_bytes
     assert serialize(data[3:4]).num_bytes < whole / 6
-    assert serialize(RowSubset(data, torch.tensor([3]))).num_bytes < whole / 6
+    assert serialize(data[torch.tensor([3])]).num_bytes < whole / 6
     assert len(DataProto.concat([data[3:4], batch(rows)[5:6]])["media.x"].values) == 2000
 
 

@@ -25,7 +25,7 @@ from queue import SimpleQueue
 from typing import Any, BinaryIO
 
 from verl.cluster.rpc import END_TIMEOUT_S, STACK_TIMEOUT_S, ColocatedRoles, Deadline, PendingCall, RemoteWorkerGroup
-from verl.cluster.shm_channel import Message, MessagePacker, RowSubset, ShmChannel, send_if_open
+from verl.cluster.shm_channel import Message, MessagePacker, ShmChannel, send_if_open
 from verl.cluster.worker import WorkerCall, WorkerReply, WorkerStart, refuse_mixed_versions
 from verl.component import BuildContext
 from verl.protocol.dispatch import dispatch_of
@@ -216,7 +216,7 @@ class LocalTransport:
             return [self._packer.pack(WorkerCall(number, role, method, args, result_ranks), size)] * size
         of_rank, packed = pending.shares.of_rank, []
         for part, rows in enumerate(division.rows):
-            call = WorkerCall(number, role, method, (RowSubset(args[0], rows), *args[1:]), result_ranks)
+            call = WorkerCall(number, role, method, (args[0][rows], *args[1:]), result_ranks)
             packed.append(self._packer.pack(call, of_rank.count(part)))
         return [packed[part] for part in of_rank]
 

@@ -44,39 +44,11 @@ ALIGNMENT = 64  # bytes: alignment of tensors
 warnings.filterwarnings("ignore", message=".*buffer is not writable.*")  # received fields are read-only
 
 
-class RowSubset(NamedTuple):
-    """Some rows of a batch, received as a batch of these rows. They are selected during sending, with a single copy."""
-
-    batch: DataProto
-    rows: Tensor
-
-
-class RowSelection(NamedTuple):
-    """The bytes of some rows of a tensor, selected by `write`."""
-
-    tensor: Tensor
-    rows: Tensor
-
-    @property
-    def nbytes(self) -> int:
-        return len(self.rows) * (self.tensor[:1].numel() if len(self.tensor) else 0) * self.tensor.element_size()
-
-    def write(self, into: np.ndarray) -> None:
-        """Copy the rows into memory of this size."""
-        shape = (len(self.rows), *self.tensor.shape[1:])
-        tensor, rows = self.tensor.detach().resolve_neg(), self.rows.to(self.tensor.device)
-        target = torch.frombuffer(into, dtype=self.tensor.dtype).view(shape)
-        if tensor.device.type == "cpu":
-            torch.index_select(tensor, 0, rows, out=target)
-        else:
-            target.copy_(tensor.index_select(0, rows))
-
-
 class Serialized(NamedTuple):
     """A serialized value: memory that is shared without a copy is in `buffers`, everything else in `head`."""
 
     head: bytes
-    buffers: list[Any]  # np.ndarray, or RowSelection for a tensor of a RowSubset
+    buffers: list[np.ndarray]
 
     @property
     def num_bytes(self) -> int:
@@ -85,9 +57,9 @@ class Serialized(NamedTuple):
 
 def serialize(value: Any) -> Serialized:
     """A value as a pickle and the memory of its tensors, not copied: do not modify them until it is sent."""
-    head, buffers = io.BytesIO(), _KeptBuffers()
-    _BatchPickler(head, buffers).dump(value)
-    return Serialized(head.getvalue(), buffers.buffers)
+    head, buffers = io.BytesIO(), list[np.ndarray]()
+    _BatchPickler(head, 5, buffer_callback=lambda kept: buffers.append(np.frombuffer(kept.raw(), np.uint8))).dump(value)
+    return Serialized(head.getvalue(), buffers)
 
 
 def deserialize(serialized: Serialized | tuple[bytes, Sequence[Any]]) -> Any:
@@ -96,39 +68,10 @@ def deserialize(serialized: Serialized | tuple[bytes, Sequence[Any]]) -> Any:
     return pickle.loads(head, buffers=buffers)
 
 
-class _KeptBuffers:
-    """Buffers that are kept out of a pickle.
-
-    Holds no reference to the pickler: a reference cycle would keep every sent batch in memory until the cyclic garbage
-    collector runs.
-    """
-
-    def __init__(self):
-        self.buffers: list[Any] = []
-        self.selections: dict[int, tuple[pickle.PickleBuffer, RowSelection]] = {}  # by id of their placeholder
-
-    def keep(self, buffer: pickle.PickleBuffer) -> bool:
-        _, selection = self.selections.get(id(buffer), (None, None))
-        self.buffers.append(np.frombuffer(buffer.raw(), np.uint8) if selection is None else selection)
-        return False
-
-
 class _BatchPickler(pickle.Pickler):
-    def __init__(self, file: io.BytesIO, kept: _KeptBuffers):
-        self._selections = kept.selections
-        super().__init__(file, protocol=5, buffer_callback=kept.keep)
-
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is DataProto:  # its own pickling copies on arrival, to protect it from writers
             return _batch, _fields(obj)
-        if type(obj) is RowSubset:
-            return _batch, _fields_of_rows(*obj)
-        if type(obj) is RowSelection:
-            if not obj.nbytes:
-                return _empty, ((len(obj.rows), *obj.tensor.shape[1:]), obj.tensor.dtype)
-            stands_for_it = pickle.PickleBuffer(bytearray())
-            self._selections[id(stands_for_it)] = stands_for_it, obj
-            return _tensor, (stands_for_it, obj.tensor.dtype, (len(obj.rows), *obj.tensor.shape[1:]))
         if not isinstance(obj, Tensor) or obj.layout != torch.strided or obj.is_quantized or obj.is_nested:
             return NotImplemented
         if not obj.numel():
@@ -140,19 +83,6 @@ class _BatchPickler(pickle.Pickler):
 def _fields(batch: DataProto) -> tuple[Any, ...]:
     tensors, arrays, meta_info, sources, bound, ragged = batch._fields()
     return dict(tensors), dict(arrays), meta_info, sources, bound, {name: x.compact() for name, x in ragged.items()}
-
-
-def _fields_of_rows(batch: DataProto, rows: Tensor) -> tuple[Any, ...]:
-    tensors, arrays, meta_info, sources, bound, ragged = batch._fields()
-    positions = rows.numpy()
-    return (
-        {name: RowSelection(tensor, rows) for name, tensor in tensors.items()},
-        {name: array[positions] for name, array in arrays.items()},
-        meta_info,
-        sources,
-        {**bound, "B": (len(rows), bound["B"][1])} if "B" in bound else {},
-        {name: field.take(rows).compact() for name, field in ragged.items()},
-    )
 
 
 def _batch(*fields: Any) -> DataProto:
@@ -296,7 +226,7 @@ class MessagePacker:
         """
         head, buffers = value if isinstance(value, Serialized) else serialize(value)
         if sum(buffer.nbytes for buffer in buffers) < SMALL:
-            return Message(head, [_bytes(buffer) for buffer in buffers])
+            return Message(head, [buffer.tobytes() for buffer in buffers])
         spans, end = [], 0
         for buffer in buffers:
             start = -(-end // ALIGNMENT) * ALIGNMENT
@@ -305,10 +235,7 @@ class MessagePacker:
         block = self.blocks.take(end, receivers)
         area = np.frombuffer(block.memory, np.uint8)
         for buffer, (start, stop) in zip(buffers, spans, strict=True):
-            if isinstance(buffer, RowSelection):
-                buffer.write(area[start:stop])
-            else:
-                area[start:stop] = buffer
+            area[start:stop] = buffer
         return Message(head, [], block, tuple(spans))
 
     def close(self) -> None:
@@ -381,11 +308,3 @@ def send_if_open(channel: ShmChannel, message: Message) -> None:
     """Send a message, ignoring a closed connection: the receiving thread reports that."""
     with contextlib.suppress(OSError):
         channel.send(message)
-
-
-def _bytes(buffer: np.ndarray | RowSelection) -> bytes:
-    if isinstance(buffer, RowSelection):
-        into = np.empty(buffer.nbytes, np.uint8)
-        buffer.write(into)
-        return into.tobytes()
-    return buffer.tobytes()
