@@ -1,5 +1,6 @@
 """Every kind of tensor and column: equal to its own copy and to nothing else, and the same after every journey."""
 
+import contextlib
 import copy
 import datetime
 import pickle
@@ -64,17 +65,12 @@ def test_a_batch_is_the_same_after_every_journey_and_joins_with_what_arrives(tmp
 def test_a_batch_is_the_same_behind_shared_memory(monkeypatch, data):
     """Through a connection of two processes, whose tensors lie in a shared block however few they are."""
     monkeypatch.setattr(shm_channel, "SMALL", 1)
-    ends = [Channel(end) for end in socket.socketpair()]
-    posts = (shm_channel.MessagePacker(), shm_channel.MessagePacker())
-    here, there = (shm_channel.ShmChannel(end, post) for end, post in zip(ends, posts))
-    try:
-        here.send(posts[0].pack(data))
-        found = there.receive()
+    here, there = (Channel(end) for end in socket.socketpair())
+    with contextlib.closing(here), contextlib.closing(there):
+        shm_channel.send(here, shm_channel.pack(data))
+        found = shm_channel.receive(there)
         assert_identical(found, data)
         assert_identical(data.union(found), data)
-    finally:
-        for one in (here, there, *posts):
-            one.close()
 
 
 @few

@@ -25,7 +25,7 @@ from queue import SimpleQueue
 from typing import Any, BinaryIO
 
 from verl.cluster.rpc import END_TIMEOUT_S, STACK_TIMEOUT_S, ColocatedRoles, Deadline, PendingCall, RemoteWorkerGroup
-from verl.cluster.shm_channel import Message, MessagePacker, ShmChannel, send_if_open
+from verl.cluster.shm_channel import Message, pack, receive, send_if_open
 from verl.cluster.worker import WorkerCall, WorkerReply, WorkerStart, refuse_mixed_versions
 from verl.component import BuildContext
 from verl.protocol.dispatch import dispatch_of
@@ -105,9 +105,7 @@ class LocalTransport:
         self.progress = Progress(num_slots=size)
         self._logs = [ChildLog(None if logs is None else logs / f"rank_{rank}.log") for rank in range(size)]
         self._children: list[ChildProcess] = []
-        self._channels: list[ShmChannel] = []
         self._outbox: SimpleQueue[list[Message] | None] = SimpleQueue()
-        self._packer = MessagePacker()
         self._sender = threading.Thread(target=self._send_calls, daemon=True)
         self._group: RemoteWorkerGroup | None = None
 
@@ -124,8 +122,7 @@ class LocalTransport:
         ]
         with os.fdopen(nameless_file(), "w+b") as rendezvous:
             for rank in range(size):
-                self._children.append(child := self._spawn(rank, rendezvous))
-                self._channels.append(ShmChannel(child.channel, self._packer))
+                self._children.append(self._spawn(rank, rendezvous))
 
         def begin(number: int, _: PendingCall) -> None:
             for rank, start in enumerate(starts):
@@ -176,7 +173,6 @@ class LocalTransport:
         for log in self._logs:
             log.close()
         self.progress.close()
-        self._packer.close()
 
     def _spawn(self, rank: int, rendezvous: BinaryIO) -> ChildProcess:
         variables = {
@@ -213,12 +209,12 @@ class LocalTransport:
         (role, _, method), args, division = pending.name.partition("."), pending.args, pending.division
         result_ranks, size = pending.result_ranks, len(self._children)
         if division is None:
-            return [self._packer.pack(WorkerCall(number, role, method, args, result_ranks), size)] * size
-        of_rank, packed = pending.shares.of_rank, []
-        for part, rows in enumerate(division.rows):
+            return [pack(WorkerCall(number, role, method, args, result_ranks))] * size
+        packed = []
+        for rows in division.rows:
             call = WorkerCall(number, role, method, (args[0][rows], *args[1:]), result_ranks)
-            packed.append(self._packer.pack(call, of_rank.count(part)))
-        return [packed[part] for part in of_rank]
+            packed.append(pack(call))
+        return [packed[part] for part in pending.shares.of_rank]
 
     def _send_calls(self) -> None:
         """Send the queued messages.
@@ -227,10 +223,10 @@ class LocalTransport:
         misses a call in which its siblings wait for it.
         """
         while (messages := self._outbox.get()) is not None:
-            for channel, message in zip(self._channels, messages, strict=True):
-                send_if_open(channel, message)
-        for channel in self._channels:
-            send_if_open(channel, self._packer.pack(None))
+            for child, message in zip(self._children, messages, strict=True):
+                send_if_open(child.channel, message)
+        for child in self._children:
+            send_if_open(child.channel, pack(None))
 
     def _ending(self, rank: int) -> str:
         child = self._children[rank]
@@ -241,11 +237,11 @@ class LocalTransport:
 
     def _listen(self, group: RemoteWorkerGroup, rank: int, start: WorkerStart) -> None:
         """Start a worker, and receive its replies until it disconnects."""
-        child, channel = self._children[rank], self._channels[rank]
+        child = self._children[rank]
         try:
             child.begin(start)
             while True:
-                answer: WorkerReply = channel.receive()
+                answer: WorkerReply = receive(child.channel)
                 if answer.error is None:
                     group.on_reply(answer.number, rank, answer.result)
                 else:

@@ -1,11 +1,9 @@
 """Message channel between the driver and a worker: pickles through a socket, tensor bytes through shared memory.
 
-    MessagePacker ──> Message ──ShmChannel.send──> socket: pickle, location of bytes ──> ShmChannel.receive ──> value
-                        └──bytes──> shared block ───────────────────────────────────────────> views of its tensors
+    pack ──> Message ──send──> socket: pickle, open file ──> receive ──> value
+                └──bytes──> file in memory ────────────────────────────> views of its tensors
 
-Shared blocks are reused, because the first access to a page takes several times as long as copying it. They are
-anonymous files passed as open descriptors, so that a killed process leaves no file. The receiver's next message lists
-the blocks that it has released.
+The files have no name, so that a killed process leaves none; their memory is freed with the last view.
 
 A value is serialized to a small pickle and separate buffers with the bytes of its tensors:
 
@@ -19,11 +17,9 @@ import io
 import mmap
 import os
 import pickle
-import threading
 import warnings
 import weakref
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -36,12 +32,11 @@ from verl.protocol.serialization import raw_bytes
 from verl.utils.child_process.channel import Channel
 from verl.utils.progress import nameless_file
 
-FREE_BLOCKS_KEPT = 12
-WASTE = 4  # maximum ratio of a block's size to the request
+SMALL = 2**15  # bytes: messages with fewer bytes of tensors go through the socket
 ALIGNMENT = 64  # bytes: alignment of tensors
 
 
-warnings.filterwarnings("ignore", message=".*buffer is not writable.*")  # received fields are read-only
+warnings.filterwarnings("ignore", message=".*buffer is not writable.*")  # from Ray's object store
 
 
 class Serialized(NamedTuple):
@@ -97,214 +92,64 @@ def _tensor(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     return torch.frombuffer(buffer, dtype=torch.uint8).view(dtype).view(shape)
 
 
-@dataclass(eq=False)
-class ShmBlock:
-    """A block of memory.
-
-    Attributes:
-        number: unique in this process.
-        descriptor: of the shared file; None once it is closed.
-        holders: number of receivers that must release it before it is reused.
-    """
-
-    number: int
-    size: int
-    memory: mmap.mmap
-    descriptor: int | None
-    holders: int = 0
-
-
-class ShmBlockPool:
-    """Pool of reusable memory blocks, which other processes can read."""
-
-    def __init__(self):
-        self._lock = threading.RLock()  # the garbage collector may release a block during `take`
-        self._all: dict[int, ShmBlock] = {}  # most recently used last
-        self._made = 0
-
-    def take(self, size: int, holders: int = 1) -> ShmBlock:
-        """A block of at least `size` bytes, with arbitrary content."""
-        with self._lock:
-            free = [block for block in self._all.values() if not block.holders]
-            fitting = [block for block in free if size <= block.size <= max(WASTE * size, mmap.PAGESIZE)]
-            if fitting:
-                block = self._all.pop(min(fitting, key=lambda block: block.size).number)
-            else:
-                for stale in free[: max(0, len(free) - FREE_BLOCKS_KEPT)]:
-                    self._end(self._all.pop(stale.number))
-                block = self._make(size + size // 4)
-            block.holders = holders
-            self._all[block.number] = block
-            return block
-
-    def give_back(self, number: int) -> None:
-        """Release a block for one holder."""
-        with self._lock:
-            if (block := self._all.get(number)) is not None:
-                block.holders -= 1
-
-    def numbers(self) -> set[int]:
-        """Numbers of all existing blocks."""
-        with self._lock:
-            return set(self._all)
-
-    def close(self) -> None:
-        """Free all blocks; those that another process still reads are freed when it is done."""
-        with self._lock:
-            for block in self._all.values():
-                self._end(block)
-            self._all.clear()
-
-    def _make(self, size: int) -> ShmBlock:
-        size = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
-        self._made += 1
-        descriptor = nameless_file(size)
-        return ShmBlock(self._made, size, map_shm_block(descriptor, size), descriptor)
-
-    def _end(self, block: ShmBlock) -> None:
-        if block.descriptor is not None:
-            os.close(block.descriptor)
-            block.descriptor = None
-
-
-def lease(memory: mmap.mmap, on_end: Callable[[], object]) -> np.ndarray:
-    """A view of `memory`; `on_end` is called when no object uses the view any more."""
-    area = np.frombuffer(memory, np.uint8)
-    weakref.finalize(area, on_end).atexit = False
-    return area
-
-
-def map_shm_block(descriptor: int, size: int) -> mmap.mmap:
-    """Map an open file into memory."""
-    flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)  # map all pages at once, if supported
-    return mmap.mmap(descriptor, size, flags=flags)
-
-
-SMALL = 2**15  # bytes: messages with fewer bytes of tensors go through the socket
-
-
 @dataclass(frozen=True)
 class Message:
-    """A packed value for a fixed number of receivers.
+    """A packed value, for any number of receivers.
 
     Attributes:
         head: see `Serialized`.
         inline: the bytes of tensors, if their total is less than `SMALL`.
-        block, spans: shared block with the bytes, and their ranges in it.
+        file: descriptor of a file in memory with the bytes, closed with the message.
+        spans: their ranges in the file.
     """
 
     head: bytes
     inline: list[bytes]
-    block: ShmBlock | None = None
+    file: int | None = None
     spans: tuple[tuple[int, int], ...] = ()
 
 
-@dataclass(frozen=True)
-class _MessageHeader:
-    """Message sent through the socket, with an open file for each block that is new to the receiver."""
-
-    head: bytes
-    inline: list[bytes]
-    block: int | None
-    spans: tuple[tuple[int, int], ...]
-    new: tuple[tuple[int, int], ...]  # numbers and sizes
-    done_with: tuple[int, ...]  # numbers of blocks of the receiver that the sender has released
-    gone: tuple[int, ...]  # numbers of blocks that the sender has freed
-
-
-class MessagePacker:
-    """Packs the messages of a process into blocks that its receivers share."""
-
-    def __init__(self):
-        self.blocks = ShmBlockPool()
-
-    def pack(self, value: Any, receivers: int = 1) -> Message:
-        """A message for exactly this number of receivers; `value` may be modified afterwards.
-
-        Args:
-            value: any value; a `Serialized` one arrives deserialized.
-        """
-        head, buffers = value if isinstance(value, Serialized) else serialize(value)
-        if sum(buffer.nbytes for buffer in buffers) < SMALL:
-            return Message(head, [buffer.tobytes() for buffer in buffers])
-        spans, end = [], 0
-        for buffer in buffers:
-            start = -(-end // ALIGNMENT) * ALIGNMENT
-            end = start + buffer.nbytes
-            spans.append((start, end))
-        block = self.blocks.take(end, receivers)
-        area = np.frombuffer(block.memory, np.uint8)
-        for buffer, (start, stop) in zip(buffers, spans, strict=True):
-            area[start:stop] = buffer
-        return Message(head, [], block, tuple(spans))
-
-    def close(self) -> None:
-        """Free the memory."""
-        self.blocks.close()
+def pack(value: Any) -> Message:
+    """A message with this value, which may be modified afterwards."""
+    head, buffers = serialize(value)
+    if sum(buffer.nbytes for buffer in buffers) < SMALL:
+        return Message(head, [buffer.tobytes() for buffer in buffers])
+    spans, end = [], 0
+    for buffer in buffers:
+        start = -(-end // ALIGNMENT) * ALIGNMENT
+        end = start + buffer.nbytes
+        spans.append((start, end))
+    file = nameless_file(end)
+    message = Message(head, [], file, tuple(spans))
+    weakref.finalize(message, os.close, file)
+    for buffer, (start, end) in zip(buffers, spans, strict=True):
+        while start < end:
+            start += os.pwrite(file, buffer[start - end :].data, start)
+    return message
 
 
-class ShmChannel:
-    """One end of a connection between two processes of this machine.
-
-    One thread may send while another receives.
-
-    Args:
-        post: the packer of outgoing messages.
-    """
-
-    def __init__(self, channel: Channel, post: MessagePacker):
-        self._channel, self._blocks = channel, post.blocks
-        self._known: set[int] = set()  # our blocks that the other side has open
-        self.theirs: dict[int, mmap.mmap] = {}
-        self._done_with: deque[int] = deque()
-
-    def send(self, message: Message) -> None:
-        """Send a message.
-
-        Raises:
-            OSError: the connection is closed.
-        """
-        known = self._known
-        gone = tuple(known - self._blocks.numbers())
-        known.difference_update(gone)
-        block, files, sizes = message.block, [], ()
-        if block is not None and block.number not in known:
-            if block.descriptor is None:
-                raise OSError("the memory of a message was let go of: the run is being closed")
-            files, sizes = [block.descriptor], ((block.number, block.size),)
-        done_with = tuple(self._done_with.popleft() for _ in range(len(self._done_with)))
-        number = None if block is None else block.number
-        header = _MessageHeader(message.head, message.inline, number, message.spans, sizes, done_with, gone)
-        self._channel.send(header, files)
-        known.update(number for number, _ in sizes)
-
-    def receive(self) -> Any:
-        """The value of the next message; its tensors may be kept.
-
-        Raises:
-            EOFError, OSError: the connection is closed.
-        """
-        envelope: _MessageHeader
-        envelope, files = self._channel.receive_with_files()
-        for number in envelope.done_with:
-            self._blocks.give_back(number)
-        for number in envelope.gone:
-            self.theirs.pop(number, None)
-        for (number, size), file in zip(envelope.new, files, strict=True):
-            self.theirs[number] = map_shm_block(file, size)
-            os.close(file)
-        if envelope.block is None:
-            return deserialize((envelope.head, list(map(bytearray, envelope.inline))))
-        block = envelope.block
-        area = lease(self.theirs[block], lambda: self._done_with.append(block))  # reports its last use to the sender
-        return deserialize((envelope.head, [area[start:end] for start, end in envelope.spans]))
-
-    def close(self) -> None:
-        """Close the connection."""
-        self._channel.close()
+def send(channel: Channel, message: Message) -> None:
+    """Send a message; raises OSError if the connection is closed."""
+    files = [] if message.file is None else [message.file]
+    channel.send((message.head, message.inline, message.spans), files)
 
 
-def send_if_open(channel: ShmChannel, message: Message) -> None:
+def send_if_open(channel: Channel, message: Message) -> None:
     """Send a message, ignoring a closed connection: the receiving thread reports that."""
     with contextlib.suppress(OSError):
-        channel.send(message)
+        send(channel, message)
+
+
+def receive(channel: Channel) -> Any:
+    """The value of the next message; its tensors may be kept and modified, other receivers do not see that.
+
+    Raises:
+        EOFError, OSError: the connection is closed.
+    """
+    (head, inline, spans), files = channel.receive_with_files()
+    if not files:
+        return deserialize((head, list(map(bytearray, inline))))
+    (file,) = files
+    area = np.frombuffer(mmap.mmap(file, spans[-1][1], flags=mmap.MAP_PRIVATE), np.uint8)
+    os.close(file)
+    return deserialize((head, [area[start:end] for start, end in spans]))

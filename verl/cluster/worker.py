@@ -65,35 +65,31 @@ def serve(channel: Channel, start: WorkerStart, _: Progress) -> None:
     """Build the roles and serve calls until the driver closes the connection."""
     report("importing")
     with rare_garbage_collection():
-        from verl.cluster.shm_channel import MessagePacker, ShmChannel  # imports torch
+        from verl.cluster.shm_channel import pack, receive, send  # imports torch
 
-    post, host = MessagePacker(), None
-    messages = ShmChannel(channel, post)
+    host = None
     try:
         try:
             with rare_garbage_collection():
                 host, local_versions = _build(start), versions()
         except BaseException:  # noqa: BLE001 - the driver's to handle, `exit()` of a component included
-            messages.send(post.pack(WorkerReply(start.number, error=Traceback.here())))
+            send(channel, pack(WorkerReply(start.number, error=Traceback.here())))
             return
-        messages.send(post.pack(WorkerReply(start.number, local_versions)))
+        send(channel, pack(WorkerReply(start.number, local_versions)))
         report("idle")
-        while (call := messages.receive()) is not None:
+        while (call := receive(channel)) is not None:
             report(f"{call.role}.{call.method}")
-            answer = _packed(post, _carry_out(host, call))
+            answer = _carry_out(host, call)
             call = None  # frees its memory, unless the role has kept a reference
-            messages.send(answer)
+            try:
+                message = pack(answer)
+            except Exception:  # noqa: BLE001 - the driver's to handle
+                message = pack(WorkerReply(answer.number, error=Traceback.here()))
+            send(channel, message)
             report("idle")
     finally:
         if host is not None:
             host.close()
-
-
-def _packed(post: Any, answer: WorkerReply) -> Any:
-    try:
-        return post.pack(answer)
-    except Exception:  # noqa: BLE001 - the driver's to handle
-        return post.pack(WorkerReply(answer.number, error=Traceback.here()))
 
 
 def _build(start: WorkerStart) -> Any:
