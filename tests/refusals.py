@@ -70,10 +70,12 @@ def refusal(
         _compare(re.sub(r"@[^\]]*$", "", test), text)  # xdist adds the group of the test
 
 
-def refused(*rows: tuple[Any, ...], kind: Any = ConfigError, varies: bool = False) -> Callable[..., None]:
+def refused(
+    *rows: tuple[Any, ...], kind: Any = ConfigError, varies: bool = False, first: int = 1000
+) -> Callable[..., None]:
     """A test of one row per refusal: what is blamed (or a tuple), the value, what raises, and a kind of its own.
 
-    What raises is a function without arguments, or one whose arguments are fixtures.
+    What raises is a function without arguments, or one whose arguments are fixtures; rows behind the `first` are slow.
     """
 
     def name(row: tuple[Any, ...]) -> str:
@@ -82,6 +84,7 @@ def refused(*rows: tuple[Any, ...], kind: Any = ConfigError, varies: bool = Fals
 
     cases = [pytest.param(*row[:3], *(row[3:] or [kind]), id=name(row)) for row in rows]
 
+    @pytest.mark.first_rows(first)
     @pytest.mark.parametrize(("names", "value", "call", "kind"), cases)
     def test(names: Any, value: Any, call: Callable[..., Any], kind: Any, request: pytest.FixtureRequest) -> None:
         asked = [p.name for p in inspect.signature(call).parameters.values() if (p.kind, p.default) == REQUIRED]

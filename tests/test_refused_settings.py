@@ -238,6 +238,7 @@ REFUSED_RUNS = [  # overrides, and what is blamed
 ]
 
 
+@pytest.mark.first_rows(12)
 @pytest.mark.parametrize(
     ("overrides", "paths"),
     [(row[0], row[1:]) for row in REFUSED_RUNS],

@@ -181,6 +181,7 @@ def test_the_command_line_takes_a_path_in_place_of_a_component():
     assert validate(again).algorithm == algorithm
 
 
+@pytest.mark.first_rows(4)
 @pytest.mark.parametrize(
     ("part", "key", "value"),
     [

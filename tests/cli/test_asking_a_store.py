@@ -1,7 +1,6 @@
 """Commands that take a checkpoint take its address in an S3 store, and tell the same; others say what to do."""
 
 import dataclasses
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -34,15 +33,9 @@ def fit(run, directory: Path) -> None:
         trainer.fit()
 
 
-@pytest.fixture(scope="module")
-def here(model32, tmp_path_factory, s3_url) -> Iterator[Path]:
-    """The newest checkpoint of a run of two steps, which lies at ADDRESS too."""
-    directory = tmp_path_factory.mktemp("asked")
-    fit(run_of(model32, directory, 2), directory)
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("AWS_ENDPOINT_URL", s3_url)
-        told("checkpoint", "push", directory / "checkpoints", ADDRESS, "--all")
-        yield directory / "checkpoints/global_step_2"
+@pytest.fixture
+def store(s3_url, monkeypatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3_url)
 
 
 def told(*arguments, status: int = 0) -> str:
@@ -52,9 +45,11 @@ def told(*arguments, status: int = 0) -> str:
 
 
 @pytest.mark.exhaustive
-def test_a_run_goes_on_from_an_address(here, model32, tmp_path):
+def test_a_run_goes_on_from_an_address(store, model32, tmp_path):
     digests = []
-    for name, place in (("disk", here), ("store", ADDRESS)):
+    fit(run_of(model32, tmp_path, 2), tmp_path)
+    told("checkpoint", "push", tmp_path / "checkpoints", ADDRESS, "--all")
+    for name, place in (("disk", tmp_path / "checkpoints/global_step_2"), ("store", ADDRESS)):
         directory = tmp_path / name
         fit(run_of(model32, directory, 3, resume=str(place)), directory)
         manager = CheckpointManager(directory / "checkpoints")
@@ -64,12 +59,12 @@ def test_a_run_goes_on_from_an_address(here, model32, tmp_path):
 
 
 @pytest.mark.parametrize("command", ["health", "export"])
-def test_what_only_works_on_a_disk_says_how_to_get_it_there(command, here, tmp_path):
+def test_what_only_works_on_a_disk_says_how_to_get_it_there(command, store, tmp_path):
     extra = [tmp_path / "out"] if command == "export" else []
     said = told("checkpoint", command, ADDRESS, *extra, status=2)
     assert f"Fetch it with `verl checkpoint pull {ADDRESS} DIR`" in said
 
 
 @pytest.mark.parametrize("command", ["eval", "generate", "checkpoint ls"])
-def test_an_address_where_nothing_is_says_so(command, here):
+def test_an_address_where_nothing_is_says_so(command, store):
     assert "holds no checkpoints" in told(*command.split(), f"s3://{BUCKET}/nothing/here", status=2)

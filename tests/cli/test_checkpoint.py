@@ -225,6 +225,7 @@ BAD = {
 }
 
 
+@pytest.mark.first_rows(3)
 @pytest.mark.parametrize("kind", BAD)
 def test_bad_input_is_one_line_and_status_two(kind, directory, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -285,6 +286,7 @@ def test_of_many_metrics_the_list_shows_the_few_that_tell_most():
     assert len(headline(many, 3)) == 3
 
 
+@pytest.mark.first_rows(2)
 @pytest.mark.parametrize(
     "out",
     ["global_step_200/model", "global_step_200/actor/model", "linked/model", "staging/model", "pins/x/y", "trash/m"],

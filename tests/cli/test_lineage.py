@@ -150,6 +150,7 @@ def parent(run_id: str, **changed: Any) -> dict:
     return {"parent": {"run_id": run_id, "checkpoint": "c", "step": 1, "differences": {}, **changed}}
 
 
+@pytest.mark.first_rows(3)
 @pytest.mark.parametrize(
     "runs",
     [

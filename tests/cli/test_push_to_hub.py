@@ -66,6 +66,7 @@ def refused(kind: str, hub: Hub, monkeypatch) -> tuple[str, str]:
             return "me/model", "http://127.0.0.1:9 fails: ConnectError"
 
 
+@pytest.mark.first_rows(3)
 @pytest.mark.parametrize("kind", ["no token", "bad token", "of others", "no name", "public", "network down"])
 def test_a_hub_that_refuses_is_one_line_before_anything_is_written(kind, hub, directory, tmp_path, monkeypatch):
     repository, problem = refused(kind, hub, monkeypatch)

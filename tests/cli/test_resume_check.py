@@ -146,6 +146,7 @@ app(["resume-check", "--steps", "2", "--at", "1"])
 """
 
 
+@pytest.mark.slow
 def test_a_command_that_is_terminated_leaves_no_process(tmp_path):
     command = subprocess.Popen([sys.executable, "-c", SLOW], cwd=tmp_path, env={**os.environ, "TMPDIR": str(tmp_path)})
     while not (pid := (tmp_path / "pid").read_text() if (tmp_path / "pid").exists() else ""):

@@ -131,6 +131,7 @@ def test_flags_may_stand_between_assignments_and_an_unknown_one_ends_the_process
         command_line("ppo", ["--trainer.seed=3"])
 
 
+@pytest.mark.first_rows(3)
 @pytest.mark.parametrize(
     ("words", "key", "values"),
     [

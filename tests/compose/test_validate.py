@@ -113,6 +113,7 @@ test_a_fault_is_told_by_its_path_with_all_others = refused(
     ("critic", None, of_ppo("critic=null")),
     ("data.train_files[0]", "/no.jsonl", of_ppo("data.train_files=[/no.jsonl]", "rollout.max_new_tokens=4")),
     ("actor.model.path", ANY, of_ppo("actor=pretrained", f"actor.model.path={TESTS.parent}/.ci")),
+    first=6,
 )
 
 
@@ -138,6 +139,7 @@ def test_a_component_of_another_kind_is_refused_where_it_stands(node):
 # Numbers are finite, and the columns that a reward reads are there
 
 
+@pytest.mark.first_rows(3)
 @pytest.mark.parametrize("value", ["nan", *exhaustive("inf", "-inf")])
 @pytest.mark.parametrize(
     ("key", "options"),

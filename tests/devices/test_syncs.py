@@ -127,6 +127,7 @@ def test_the_counter_sees_what_waits():
 ALSO = [pytest.param(options, marks=pytest.mark.exhaustive) for options in ({}, {"top_k": 5})]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"min_new_tokens": 4}, *ALSO], ids=str)
 def test_a_token_of_our_own_decode_loop_waits_once(options, prompts, pretended, monkeypatch):
     monkeypatch.setattr(sampling, "inverse_cdf", inverse_cdf_by_blocks)

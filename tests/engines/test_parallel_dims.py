@@ -47,6 +47,7 @@ def parallel(request):
     dist.destroy_process_group()
 
 
+@pytest.mark.first_rows(2)
 def test_a_process_reads_its_slices_and_no_more(parallel, model64):
     whole, model = model64.load_causal_lm("cpu").state_dict(), model64.load_skeleton("causal_lm")
     model.weight_files = files = CountingFiles(Path(model64.path), "model")
@@ -61,6 +62,7 @@ def test_a_process_reads_its_slices_and_no_more(parallel, model64):
     assert held < {4: 0.3, 2: 0.6}[parallel.mesh.extent("shard") * parallel.mesh.extent("tensor")] * total
 
 
+@pytest.mark.first_rows(2)
 def test_the_trial_of_the_output_head_leaves_nothing_gathered(parallel, model64):
     model = model64.load_causal_lm("cpu")
     parallel.shard_model(model)
@@ -69,6 +71,7 @@ def test_the_trial_of_the_output_head_leaves_nothing_gathered(parallel, model64)
     assert all(is_divided(p) for p in model.parameters()) or not parallel.fully
 
 
+@pytest.mark.first_rows(2)
 def test_whole_or_in_slices_a_process_comes_to_the_same_part(parallel, model64):
     sliced, loaded = ValueHeadModel(model64.load_skeleton("backbone")), ValueHeadModel(model64.load_backbone("cpu"))
     parallel.shard_model(sliced)
@@ -82,6 +85,7 @@ def test_whole_or_in_slices_a_process_comes_to_the_same_part(parallel, model64):
     assert all(torch.equal(x, buffers[name]) for name, x in sliced.named_buffers())
 
 
+@pytest.mark.first_rows(2)
 def test_the_factors_of_an_adapter_are_divided_as_the_layers_that_they_adapt(parallel, model64):
     model = LoRA(rank=2).apply(model64.load_causal_lm("cpu"), causal_lm=True)
     whole = {name: x.detach().clone() for name, x in model.named_parameters()}

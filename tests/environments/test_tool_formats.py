@@ -98,6 +98,7 @@ def turn_of(chat, calls, content=""):
     return text[text.rfind("QUESTION") + len("QUESTION") :]
 
 
+@pytest.mark.first_rows(24)
 @pytest.mark.parametrize("path", CASES)
 def test_calls_that_a_template_renders_are_read_back_or_the_template_is_refused_at_the_start(path, tokenizer):
     chat, expected = ChatTemplate(tokenizer, path.read_text()), expected_format(path.stem)

@@ -99,6 +99,7 @@ def verify(directory: Path, level: Level = "quick") -> tuple[FileFault, ...]:
     return ()
 
 
+@pytest.mark.first_rows(6)
 @pytest.mark.parametrize("kind", QUICK)
 def test_damage_that_shows_from_outside_is_found_by_every_discovery(kind, store, caplog):
     damage, file = QUICK[kind]

@@ -257,6 +257,7 @@ def said_by(checkpoint: Path, overrides: Sequence[str]) -> str:
     return said
 
 
+@pytest.mark.first_rows(16)
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_saved_configuration_chooses_no_code_no_server_and_no_variable(name, hostile):
     values, path = REFUSED[name]

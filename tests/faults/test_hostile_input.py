@@ -212,6 +212,7 @@ STATES = [b"", b"[]", b"null", b'"text"', b"{", b"\xff\xfe", b"[" * 100_000, b'{
 STATES += [json.dumps({key: value}).encode() for key in KEYS for value in OTHERS]
 
 
+@pytest.mark.first_rows(5)
 @pytest.mark.parametrize(
     ("thorough", "number"),
     [(False, number) for number in range(0, len(STATES), 3)]
@@ -262,6 +263,7 @@ RECORDS += [(FIRST, {"manifest_bytes": value}) for value in (2**60, "9")]
 RECORDS += [(FIRST, {"kind": None}), (FIRST, {"by": []})]
 
 
+@pytest.mark.first_rows(5)
 @THOROUGH
 @pytest.mark.parametrize("number", range(len(RECORDS)))  # records would be names of tests of a megabyte
 def test_the_log_of_a_store_may_hold_anything(number, thorough, whole, tmp_path):

@@ -66,6 +66,7 @@ def test_answers_go_to_their_questions_at_most_so_many_at_a_time(asked_of):
     assert {asked.path for asked in server.asked} == {"/number"}
 
 
+@pytest.mark.first_rows(4)
 @pytest.mark.parametrize(
     ("bad", "why"),
     [

@@ -50,6 +50,7 @@ def encoded(tokenizer):
 # The numbers of Hugging Face
 
 
+@pytest.mark.first_rows(3)
 @pytest.mark.parametrize(
     "options",
     [

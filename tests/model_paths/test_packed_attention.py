@@ -55,6 +55,7 @@ KERNELS = [pytest.param(family, "blocks", marks=pytest.mark.slow) for family in 
 KERNELS += [(family, "flash") for family in ("qwen3", "mistral", "gemma3_text")]
 
 
+@pytest.mark.first_rows(3)
 @pytest.mark.parametrize("share", [True, False])
 @pytest.mark.parametrize(("family", "kernel"), KERNELS)
 def test_packed_and_padded_rows_agree(family, kernel, share, tmp_path, monkeypatch):

@@ -240,6 +240,7 @@ def waiting(engine: HFEngine, length: int, counts: Sequence[int]) -> list[tuple[
     return sampled
 
 
+@pytest.mark.first_rows(1)
 @pytest.mark.parametrize(
     ("length", "counts"), [(97, (2, 90, 8)), (60, (37, 5, 8))], ids=["others go on", "slot is full"]
 )

@@ -33,6 +33,7 @@ def no_hub(monkeypatch, tmp_path):
         yield
 
 
+@pytest.mark.first_rows(3)
 @pytest.mark.parametrize(
     "entry",
     [*ENTRIES[::5], *exhaustive(*(x for i, x in enumerate(ENTRIES) if i % 5))],

@@ -312,6 +312,7 @@ def test_fine_tuning_skips_and_stops_likewise(dir32, tmp_path):
     assert all(row["weight"] <= worst["weight"] for row in others)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "algorithm",
     [pytest.param(PPO_ALGORITHM, id="ppo", marks=pytest.mark.exhaustive), pytest.param(GRPO_ALGORITHM, id="grpo")],

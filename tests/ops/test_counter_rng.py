@@ -76,6 +76,7 @@ def test_numbers_lie_in_the_half_open_unit_interval_and_use_53_bits():
     assert (numbers * 2**53 % 2 == 1).any()
 
 
+@pytest.mark.first_rows(2)
 @pytest.mark.parametrize("axis", ["seed", "stream", "step", "prompt", "sample", "position"])
 def test_numbers_along_each_counter_are_uniform_and_uncorrelated(axis):
     count, bins = 8192, 64

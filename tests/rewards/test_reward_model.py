@@ -35,6 +35,7 @@ def row_by_row(path, texts, label=0) -> list[float]:
     return [float(model(**row).logits[0, label]) for row in rows]
 
 
+@pytest.mark.first_rows(3)
 @pytest.mark.parametrize(("budget", "family"), each_value_once([1, 40, 4096], DECODERS))
 def test_a_decoder_with_the_tokenizer_of_the_policy_reads_its_token_ids(family, budget, tmp_path):
     save_random_classifier(tmp_path, family)

@@ -106,6 +106,7 @@ def step_by_hand(model64, start: dict, shape, loss: str, data: list[Datum]) -> t
     return float(total), {name: p.detach() for name, p in own.items()}
 
 
+@pytest.mark.first_rows(3)
 @pytest.mark.parametrize(("loss", "width"), [*((name, None) for name in LOSSES), ("cross_entropy", 3)])
 def test_forward_backward_and_optim_step_make_the_step_of_plain_torch(loss, width, model64):
     one = session(model64)
@@ -519,6 +520,7 @@ def test_values_of_a_step_are_checked_before_it(name, value, path, model64):
         one.optim_step()
 
 
+@pytest.mark.first_rows(3)
 @pytest.mark.parametrize(
     ("options", "path"),
     [

@@ -151,6 +151,7 @@ test_other_images_are_refused_by_their_place = refused(
     ("for 1 images", refusals.ANY, lambda client: asked(client, [user("<|image_pad|>", PNG)])),
     ("messages", "input_audio", lambda client: asked(client, [{"role": "user", "content": [{"type": "input_audio"}]}])),
     kind="openai.BadRequestError",
+    first=4,
 )
 
 

@@ -27,6 +27,7 @@ def in_small(model, debug: str, **changes):
     return ppo_run(model, GRPO_ALGORITHM, critic=None, data=Prompts(eval=()), tracker=JSONL, **(settings | changes))
 
 
+@pytest.mark.slow
 def test_a_planted_nan_is_skipped_told_and_kept(model32, tmp_path):
     result = fit(in_small(model32, "nan"), tmp_path)
     assert (result.status, result.steps) == ("finished", 4)

@@ -124,4 +124,5 @@ test_what_a_short_file_cannot_have_is_refused_by_name = refused(
     ("config_path", "short.yaml", lambda: LocalPPOTrainer(written("- 1\n"))),
     ("config_path", "YAML", lambda: LocalPPOTrainer(written("a: [1\n"))),
     ("'what", "KEY=VALUE", lambda short_file: LocalPPOTrainer(short_file(), ROWS, overrides=["what is this"])),
+    first=3,
 )

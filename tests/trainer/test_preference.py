@@ -92,6 +92,7 @@ def test_a_resumed_run_has_them_from_the_checkpoint_and_loads_no_reference(shard
     same_training(left, right, after=2)
 
 
+@pytest.mark.slow
 def test_micro_batches_and_packing_change_no_number(model64, tmp_path):
     run = preference_run(model64, DPO())
     cut = trained(replace(run, actor=replace(run.actor, micro_batch_tokens=1, packing="off")), tmp_path / "cut")

@@ -33,6 +33,7 @@ def small(dir32, *more: str) -> list[str]:
 ROWS = [{"prompt": "1+2=", "answer": "3"}, {"prompt": "2+2=", "answer": "4"}]
 
 
+@pytest.mark.first_rows(3)
 @pytest.mark.parametrize(
     ("override", "value"),
     [

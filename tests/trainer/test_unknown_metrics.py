@@ -5,7 +5,7 @@ import logging
 
 import pytest
 from refusals import refusal
-from trainer.runs import GRPO_ALGORITHM, PPO_ALGORITHM, Prompts, ppo_run
+from trainer.runs import BRIEF, BRIEF_GRPO, GRPO_ALGORITHM, ppo_run
 
 from verl.checkpoint.config import Checkpointing
 from verl.component import BuildContext
@@ -30,7 +30,7 @@ def test_the_metrics_that_evaluations_have_are_those_that_are_known(model32, tmp
 
 def test_a_metric_that_does_not_come_is_told_after_the_first_step(model32, tmp_path, caplog):
     saved = Checkpointing(save_dir=str(tmp_path / "saved"), keep_best="reward/men")
-    run = ppo_run(model32, PPO_ALGORITHM, total_steps=2, eval_before=False, data=Prompts(eval=()))
+    run = ppo_run(model32, BRIEF_GRPO, total_steps=2, **BRIEF)
     run = dataclasses.replace(run, checkpoint=saved)
     with caplog.at_level(logging.WARNING, logger="verl"), run.build(BuildContext(run_dir=tmp_path / "run")) as trainer:
         trainer.fit()

@@ -69,6 +69,7 @@ def test_columns_fill_the_template_and_what_they_hold_is_not_read_as_one(made):
             made(server, template="{response}{gold}").score_tokens(batch_of(["a"]))
 
 
+@pytest.mark.first_rows(3)
 @pytest.mark.parametrize(
     ("bad", "why"),
     [

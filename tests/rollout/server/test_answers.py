@@ -108,6 +108,7 @@ def test_choices_that_are_not_one(change, why, refusing):
     refusing("openai", lambda answer: {"choices": change(answer["choices"][0])}, why)
 
 
+@pytest.mark.first_rows(4)
 @pytest.mark.parametrize("answer", [[], "text", 7, None, True, {"error": "busy"}])
 @pytest.mark.parametrize(
     ("protocol", "why"),
@@ -121,6 +122,7 @@ def tokens(**changed: Any) -> dict[str, Any]:
     return {"tokens": [{"id": 5, "logprob": -1.0, **changed}] * 6}
 
 
+@pytest.mark.first_rows(4)
 @pytest.mark.parametrize(
     ("change", "why"),
     [

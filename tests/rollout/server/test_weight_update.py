@@ -155,6 +155,7 @@ def test_a_directory_that_cannot_be_written_is_a_fault_of_the_configuration(atta
         attached(speaker, transfer_dir=str(tmp_path / "file" / "below"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_processes", "sharding"),
     [

@@ -66,6 +66,7 @@ def test_a_critic_makes_it_ppo_unless_something_else_is_named(dir32):
     assert "critic/loss" in RLTrainer(declared(dir32, critics=[dir32], references=[dir32])).run().last_metrics
 
 
+@pytest.mark.slow
 def test_several_rewards_are_a_weighted_sum_each_logged_by_its_name(dir32, tmp_path):
     path = save_random_classifier(tmp_path / "classifier", "qwen2")
     model = Pretrained(path=str(path)).load_classifier("cpu")
