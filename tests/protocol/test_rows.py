@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from batches import assert_same, batches, rollout
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from refusals import refusal, refused
 
@@ -16,42 +16,27 @@ from verl.errors import DataProtoValidationError
 from verl.protocol import DataProto, pad_to_divisor, unpad
 
 
-@settings(deadline=None, max_examples=40)
-@given(batches(), st.integers(1, 9))
-def test_joining_the_chunks_gives_the_batch(data, k):
-    parts = data.chunk(k)
-    sizes = [len(part) for part in parts]
-    assert len(parts) == k
+@given(batches(), st.integers(1, 9), st.randoms(use_true_random=False))
+def test_the_batch_is_made_again_of_its_chunks_its_split_and_its_reordered_rows(data, k, random):
+    chunks, split = data.chunk(k), data.split(k)
+    sizes = [len(part) for part in chunks]
+    assert len(chunks) == k
     assert max(sizes) - min(sizes) <= 1
     assert sizes == sorted(sizes, reverse=True)
-    assert_same(DataProto.concat(parts), data)
-
-
-@settings(deadline=None, max_examples=40)
-@given(batches(), st.integers(1, 9))
-def test_joining_the_split_gives_the_batch(data, size):
-    parts = data.split(size)
-    assert all(len(part) == size for part in parts[:-1])
-    assert_same(DataProto.concat(parts), data)
-
-
-@settings(deadline=None, max_examples=40)
-@given(batches(), st.randoms(use_true_random=False))
-def test_a_reorder_is_undone_by_its_inverse(data, random):
+    assert all(len(part) == k for part in split[:-1])
     order = random.sample(range(len(data)), len(data))
     inverse = np.argsort(np.array(order, dtype=np.int64))
-    assert_same(data.reorder(order).reorder(inverse), data)
+    for again in (DataProto.concat(chunks), DataProto.concat(split), data.reorder(order).reorder(inverse)):
+        assert_same(again, data)
     assert data.reorder(order)["answer"].tolist() == [data["answer"][row] for row in order]
 
 
-@settings(deadline=None, max_examples=40)
 @given(batches(), st.integers(0, 3), st.booleans())
 def test_repeat_agrees_with_an_index(data, n, interleave):
     rows = [row for row in range(len(data)) for _ in range(n)] if interleave else list(range(len(data))) * n
     assert_same(data.repeat(n, interleave=interleave), data[rows])
 
 
-@settings(deadline=None, max_examples=40)
 @given(batches(), st.integers(1, 9))
 def test_padding_to_a_divisor_and_back_gives_the_batch(data, k):
     padded, pad_size = pad_to_divisor(data, k)
@@ -62,7 +47,6 @@ def test_padding_to_a_divisor_and_back_gives_the_batch(data, k):
         assert_same(padded[len(data) :], data[[row % len(data) for row in range(pad_size)]])
 
 
-@settings(deadline=None, max_examples=40)
 @given(st.lists(batches(), min_size=1, max_size=4))
 def test_joining_batches_of_other_lengths_moves_every_token_and_adds_padding_alone(parts):
     joined = DataProto.concat(parts).check(strict=True)
@@ -87,7 +71,6 @@ def test_joining_batches_of_other_lengths_moves_every_token_and_adds_padding_alo
         assert rows["answer"].tolist() == part["answer"].tolist()
 
 
-@settings(deadline=None, max_examples=40)
 @given(batches(), st.data())
 def test_every_kind_of_index_agrees_with_torchs_own(data, draw):
     rows = len(data)

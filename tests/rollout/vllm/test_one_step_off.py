@@ -1,6 +1,5 @@
 """One step of sampling ahead: the order of weights and draws, and a resume that goes on with what was drawn."""
 
-import dataclasses
 import os
 import signal
 
@@ -8,19 +7,17 @@ import pytest
 import torch
 from rollout.engines import save_family
 from same_training import course, numbers, same_training, saved
-from trainer.runs import GRPO_ALGORITHM, fit
+from trainer.runs import fit
+from trainer.test_async_training import CORRECTED, noted_updates
 
-from verl.algorithms.importance_sampling import TruncatedIS
 from verl.checkpoint.read.discovery import CheckpointDirectory
 from verl.checkpoint.read.lazy_tensors import as_tensor
 from verl.checkpoint.read.reader import CheckpointReader
 from verl.rollout.responses import ResponseGenerator
 from verl.rollout.vllm.config import VLLMRollout
-from verl.trainer.ppo import PPOTrainer
 
 pytestmark = pytest.mark.xdist_group("vllm")
 
-CORRECTED = dataclasses.replace(GRPO_ALGORITHM, correction=TruncatedIS(), mini_batches=1)
 STEPS = 3
 
 
@@ -28,18 +25,6 @@ def ahead(model, directory, **options):
     rollout = VLLMRollout(max_new_tokens=6, kv_cache_gib=0.05, max_num_seqs=16, num_threads=1)
     options = {"total_steps": STEPS, "rollout_ahead": 1, "rollout": rollout, "prompts_per_step": 2, **options}
     return course(model, directory, CORRECTED, **options)
-
-
-def noted_updates(monkeypatch):
-    """The versions of the policy that drew what each update trains on, as the updates come."""
-    trained_on, update = [], PPOTrainer.update
-
-    def noted(self, experience, step):
-        trained_on.append(sorted(set(experience["policy_version"].tolist())))
-        return update(self, experience, step)
-
-    monkeypatch.setattr(PPOTrainer, "update", noted)
-    return trained_on
 
 
 @pytest.mark.exhaustive
