@@ -39,7 +39,7 @@ ADAPTIVE = dataclasses.replace(PPO_ALGORITHM, kl=AdaptiveKLInReward(coef=0.1, ta
 SELECTING = dataclasses.replace(GRPO_ALGORITHM, selection=DynamicSampling(on_none="skip"), mini_batches=1)
 
 
-@pytest.mark.first_rows(2)
+@pytest.mark.first_rows(1)
 @pytest.mark.parametrize(
     ("algorithm", "mode"),
     [(PPO_ALGORITHM, "sync"), (GRPO_ALGORITHM, "sync"), (ADAPTIVE, "async"), (SELECTING, "sync")],

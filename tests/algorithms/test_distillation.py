@@ -92,7 +92,6 @@ test_what_cannot_be_distilled_is_refused = refused(
 
 
 @pytest.mark.slow
-@pytest.mark.first_rows(1)
 @pytest.mark.parametrize(
     "options",
     [{}, {"top_k": 5, "divergence": "jsd"}, {"top_k": 10_000, "coef": 0.5, "divergence": "forward_kl"}],

@@ -52,7 +52,7 @@ def test_a_command_whose_reader_leaves_ends_without_a_word(command):
     assert (done.returncode, done.stderr) == (1, "")
 
 
-@pytest.mark.first_rows(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [["--help"], ["ppo", "--help"], *exhaustive(["runs", "."], ["plan"])])
 def test_a_command_whose_output_cannot_be_written_says_so_on_one_line(words):
     with open("/dev/full", "wb") as full:

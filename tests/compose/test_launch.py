@@ -152,6 +152,7 @@ def test_a_run_that_is_refused_while_it_is_built_leaves_no_directory(tmp_path, r
     assert [path.name for path in tmp_path.iterdir()] == ["script.py"]
 
 
+@pytest.mark.slow
 def test_a_second_run_is_refused_while_another_writes_into_its_directory(tmp_path, run_script):
     words = (written(tmp_path, "job.record()"), f"hydra.run.dir={tmp_path / 'run'}", "trainer.seed=7")
     lock = RunLock(tmp_path / "run", Owner.here(), "hydra.run.dir")

@@ -142,6 +142,7 @@ def test_a_rollout_worker_that_is_placed_nowhere_shares_the_device_with_the_acto
     assert shares == [True, True]
 
 
+@pytest.mark.slow
 def test_where_it_does_not_fit_the_start_says_so(monkeypatch, tmp_path, caplog):
     monkeypatch.setattr(run_plan, "free_memory", lambda device, processes: 4 << 30)
     monkeypatch.setattr(run_plan, "device_here", lambda device: device_named("h100"))

@@ -73,7 +73,7 @@ FILES = {
 }
 
 
-@pytest.mark.first_rows(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("case", short_where(FILES, {"fails", "dies", "is skipped"}.__contains__))
 def test_a_file_that_fails_hangs_or_runs_no_test_is_told_and_the_exit_status_says_so(
     case, command, monkeypatch, tmp_path

@@ -180,7 +180,6 @@ class CountedGraphs:
 
 
 @pytest.mark.slow
-@pytest.mark.first_rows(1)
 @pytest.mark.parametrize(("name", "most"), [*((name, 900) for name in SHAPES), ("graphs", 10)])
 def test_a_token_of_all_rows_starts_few_kernels(name, most, tmp_path, monkeypatch):
     """Kernel by kernel some 50 are outside of the model; it was 1,260 with norms of transformers. With graphs: the
@@ -223,7 +222,7 @@ def test_a_token_of_all_rows_starts_few_kernels(name, most, tmp_path, monkeypatc
 SYNCS = {"135M": (9, 110), "1.5B": (1, 720)}  # layers that are cast and sent together (64 MiB), and launches at most
 
 
-@pytest.mark.first_rows(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SYNCS)
 def test_the_trainer_starts_few_kernels_in_a_sync(name, tmp_path, monkeypatch):
     """Casts, fingerprints and the copies to the engine; it was 1,510 and 1,750 tensor by tensor."""

@@ -38,6 +38,7 @@ class Casts(TorchDispatchMode):
         return func(*args, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{"gradient_checkpointing": True}, *exhaustive({}, {"lora": LoRA(rank=2)})], ids=str
 )

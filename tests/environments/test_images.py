@@ -117,6 +117,7 @@ def test_turns_of_equal_tokens_and_other_images_are_drawn_each_with_its_own(fami
     assert compared(source.path, rows, rows["rollout_log_probs"]) > 3
 
 
+@pytest.mark.slow
 def test_an_image_after_a_placeholder_that_the_policy_has_written_ends_the_episode(saved, monkeypatch):
     source = saved("qwen2_5_vl")
     net, tokenizer = source.load_causal_lm("cpu"), source.load_tokenizer()
@@ -225,6 +226,7 @@ class World:
 """
 
 
+@pytest.mark.slow
 def test_images_of_another_process_come_as_data_urls(tmp_path):
     (tmp_path / "world.py").write_text(IN_ANOTHER_PROCESS)
 

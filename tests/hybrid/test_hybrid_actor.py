@@ -365,6 +365,7 @@ def test_auto_draws_what_the_engine_draws_that_it_takes(dir32, encoded):
     assert chosen.rollout_engine is engine
 
 
+@pytest.mark.slow
 def test_a_server_is_asked_for_what_each_call_asks_for(dir32, encoded):
     speaker = Speaker(dir32)
     with serving(speaker.post, speaker.page) as server:

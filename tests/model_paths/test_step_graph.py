@@ -121,7 +121,6 @@ OPTIONS = {
 
 
 @pytest.mark.slow
-@pytest.mark.first_rows(1)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_responses_of_several_steps_are_those_of_single_kernels(name, model64, graphs, monkeypatch):
     model, options = model64.load_causal_lm("cpu"), dict(OPTIONS[name])

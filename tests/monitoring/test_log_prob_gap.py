@@ -76,7 +76,7 @@ WHEN = pytest.mark.parametrize(
 # Runs that are wrong
 
 
-@pytest.mark.first_rows(2)
+@pytest.mark.first_rows(1)
 @pytest.mark.parametrize(
     ("fault", "step", "likeliest"),
     [
@@ -172,7 +172,7 @@ SOUND = {
 }
 
 
-@pytest.mark.first_rows(2)
+@pytest.mark.first_rows(1)
 @pytest.mark.parametrize(
     ("algorithm", "options"), each_value_once({"told by the update": ONE_UPDATE, "known before": PPO_ALGORITHM}, SOUND)
 )

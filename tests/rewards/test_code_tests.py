@@ -162,6 +162,7 @@ SOUND = {  # a program and a test that it passes
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("runner", [SANDBOX, *exhaustive(Unprotected(timeout_s=5.0))], indirect=True)
 def test_a_program_that_solves_a_unit_test_passes_it_from_another_process(runner):
     found = {name: run_unit_test(runner, *case).outcome for name, case in SOUND.items()}

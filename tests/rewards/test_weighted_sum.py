@@ -62,6 +62,7 @@ def test_closing_a_sum_closes_its_parts_and_failures_carry_the_name_of_their_par
     assert not pool.workers
 
 
+@pytest.mark.slow
 def test_a_run_logs_each_part_and_shows_it_with_its_samples_and_closes_the_reward(dir32, tmp_path):
     (tmp_path / "rule.py").write_text("def score(prompt, response): return len(response)")
     judge = RewardFunction(path=f"{tmp_path / 'rule.py'}:score", per_sample=True, num_workers=1, timeout_s=20.0)

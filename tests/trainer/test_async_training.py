@@ -194,6 +194,7 @@ def test_behaviour_log_probs_weigh_older_responses_by_the_ratio_of_the_loss(mode
     assert "rollout/off_policy_gap_nats" in numbers(tmp_path / "run")[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("signal_number", "kind", "words"),
     [

@@ -85,6 +85,7 @@ def test_an_exit_within_a_run_is_its_error_and_names_the_line(parts, model32, tm
     assert '"status": "failed"' in (tmp_path / "summary.json").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", ["log", *exhaustive("close")])
 def test_an_exit_of_a_tracker_is_told_and_training_goes_on(at, model32, tmp_path, caplog):
     trackers = Trackers(jsonl=JsonLines(), tensorboard=ExitingTracker(at=at))

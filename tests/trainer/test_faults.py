@@ -198,6 +198,7 @@ class FailsAtThirdCall(RewardDescription):
         return RewardFunction.wrap(my_reward)
 
 
+@pytest.mark.slow
 def test_a_reward_that_goes_wrong_ends_the_run_and_keeps_what_was_written(model32, tmp_path):
     run = ppo_run(model32, reward=FailsAtThirdCall(), total_steps=4, eval_before=False, tracker=JSONL)
     with run.build(BuildContext(run_dir=tmp_path)) as trainer, pytest.raises(RewardError) as caught:

@@ -90,6 +90,7 @@ def test_the_loss_of_fine_tuning_is_that_of_transformers_for_each_row_with_its_i
     assert len({round(x, 6) for x in expected}) == 4  # equal texts: only the pictures differ
 
 
+@pytest.mark.slow
 def test_scores_of_preferences_are_those_of_transformers_for_each_row_with_its_images(model, tmp_path):
     data = PreferenceFiles(
         train_files=data_file(tmp_path, chosen="three", rejected="two"), max_prompt_length=400, max_length=400

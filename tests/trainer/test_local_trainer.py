@@ -87,6 +87,7 @@ def test_a_short_file_with_rows_and_a_reward_function_trains(short_file):
     assert {"config.yaml", "overrides.yaml", "run.log", "actor", "critic"} <= written
 
 
+@pytest.mark.slow
 def test_overrides_win_over_the_file_and_a_path_is_data(short_file):
     Path("rows.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
     overrides = ["trainer.group_size=3", "algorithm=grpo", "actor.optimizer.lr=1e-4"]

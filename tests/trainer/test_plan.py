@@ -472,6 +472,7 @@ def test_a_server_that_generates_takes_nothing_here():
     assert not any(phase.name == "generate" or "keys and values" in phase.parts for phase in phases)
 
 
+@pytest.mark.slow
 def test_a_reward_model_is_a_role_that_scores(tmp_path):
     path = save_random_classifier(tmp_path / "rm", "llama", hidden_size=256)
     of_model = planned("reward=model", f"reward.model.path={path}").memory

@@ -47,6 +47,7 @@ def test_an_engine_that_stops_following_stops_the_run(model, tmp_path):
     assert "it is stale: it holds what the sync before brought" in str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "algorithm",
     [GRPO_ALGORITHM, *exhaustive(ONE_UPDATE, CORRECTED)],
