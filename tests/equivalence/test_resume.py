@@ -53,14 +53,9 @@ def test_a_run_goes_on_from_an_increment_as_the_uninterrupted_one(name, model32,
     same_training(saved(again), saved(whole), after=3)
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(model32, tmp_path_factory) -> Path:
-    """A run of PPO with the weights that it wrote at its end."""
-    return finished("ppo", model32, tmp_path_factory.mktemp("ppo"), save_final=True)
-
-
 @pytest.mark.slow
-def test_saving_changes_no_number_and_both_ways_of_saving_write_the_same(uninterrupted, model32, tmp_path):
+def test_saving_changes_no_number_and_both_ways_of_saving_write_the_same(model32, tmp_path):
+    uninterrupted = finished("ppo", model32, tmp_path / "async")
     same_training(saved(finished("ppo", model32, tmp_path / "sync", save={"save_async": False})), saved(uninterrupted))
     off = course(model32, tmp_path / "off", ADAPTIVE, eval_interval=2)
     fit(dataclasses.replace(off, checkpoint=None), tmp_path / "off/run")

@@ -11,7 +11,7 @@ from textwrap import dedent
 
 import pytest
 from cases import exhaustive
-from cluster.processes_of import wait_until_gone
+from cluster.processes_of import is_running, wait_until_gone
 from refusals import refusal
 from rewards import rated
 
@@ -58,14 +58,6 @@ def processes_of(reward):
     return [worker.pid for worker in reward.pool.workers]
 
 
-def is_alive(pid):
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
 def test_each_sample_is_a_call_with_its_own_columns_and_scores_keep_their_order(made, batch):
     reward = made(
         """
@@ -109,7 +101,7 @@ def test_a_hanging_sample_costs_itself_only(hang, made, batch):
     scored = reward.score_tokens(batch)
     assert list(scored["score"]) == [0, 1, -1, 3, 4]
     assert list(scored["reward/failed"]) == [0, 0, 1, 0, 0]
-    assert sum(map(is_alive, before)) <= 1  # on a busy machine the other one may have been given up too
+    assert sum(map(is_running, before)) <= 1  # on a busy machine the other one may have been given up too
     assert list(reward.score_tokens(batch)["score"]) == [0, 1, -1, 3, 4]  # by a new process
 
 
@@ -245,10 +237,10 @@ def test_a_failure_that_stops_the_batch_starts_no_worker_for_the_other_samples(t
 def test_close_ends_every_process_and_may_be_called_again(made, batch):
     reward = made("def my_reward(prompt, response): return 1")
     processes = processes_of(reward)
-    assert all(map(is_alive, processes))
+    assert all(map(is_running, processes))
     reward.close()
     reward.close()
-    assert not any(map(is_alive, processes))
+    assert not any(map(is_running, processes))
     with pytest.raises(RewardError, match=r"close\(\) was called"):
         reward.score_tokens(batch)
 
@@ -263,7 +255,7 @@ def test_what_an_interrupted_batch_leaves_under_way_is_ended_and_the_next_batch_
             reward.score_tokens(batch_of(["hang"] * 5))
     finally:
         signal.signal(signal.SIGALRM, handler)
-    assert not any(map(is_alive, before))
+    assert not any(map(is_running, before))
     assert list(reward.score_tokens(batch)["score"]) == [1.0] * 5
 
 
@@ -333,7 +325,7 @@ def test_a_worker_that_was_stopped_while_it_waited_is_made_anew_and_costs_no_sam
     for pid in before:
         stop(pid)
     assert list(reward.score_tokens(batch_of(["a" * size] * 3))["score"]) == [size] * 3
-    assert not any(map(is_alive, before))
+    assert not any(map(is_running, before))
 
 
 def test_a_worker_that_is_made_anew_refuses_a_file_that_was_edited_meanwhile(made, batch, tmp_path):

@@ -1,6 +1,5 @@
 """Weights that vLLM takes between two tokens of its responses."""
 
-import dataclasses
 import os
 import signal
 import time
@@ -13,9 +12,10 @@ from roles import start_actor
 from rollout.engines import plain_log_probs, save_family
 from rollout.faulty_vllm import WRONG, WrongVLLM
 from same_training import course, same_training, saved
-from trainer.runs import GRPO_ALGORITHM, fit
+from trainer.runs import fit
+from trainer.test_async_training import CORRECTED
+from workers.versions import VersionedModel
 
-from verl.algorithms.importance_sampling import TruncatedIS
 from verl.cluster.placement import DeviceMesh
 from verl.engines.sharding import FSDP
 from verl.errors import WorkerError
@@ -29,7 +29,6 @@ from verl.workers.step_loop import StepLoop
 pytestmark = pytest.mark.xdist_group("vllm")
 
 RAY = pytest.mark.xdist_group("ray")
-CORRECTED = dataclasses.replace(GRPO_ALGORITHM, correction=TruncatedIS(), mini_batches=1)
 OPTIONS: dict[str, Any] = {"kv_cache_gib": 0.05, "max_num_seqs": 16, "num_threads": 1, "weight_update": "in_flight"}
 KV_CACHES = pytest.mark.parametrize("kv_cache", ["keep", "recompute"])
 EVENTS = [
@@ -56,14 +55,8 @@ class Engine:
         limits = {"max_new_tokens": 20, "min_new_tokens": 20, "max_model_len": 180}
         rollout = VLLMRollout(kv_cache=kv_cache, **limits, **OPTIONS)
         self.actor, self.events = start_actor(save_family(directory / "model", "qwen2"), rollout), events
-        self.first = {name: x.clone() for name, x in self.actor.model.state_dict().items()}
+        self.set_weights = VersionedModel(self.actor.model, 0.02).load
         self.loop = StepLoop(self.actor.generator, 180, Schedule({}, replayed=events))
-
-    def set_weights(self, version):
-        generator = torch.Generator().manual_seed(0)
-        with torch.no_grad():
-            for name, x in self.actor.model.state_dict().items():
-                x.copy_(self.first[name] + 0.02 * version * torch.randn(x.shape, generator=generator))
 
     def load(self, version):
         self.set_weights(version)
