@@ -132,7 +132,10 @@ class LocalTransport:
         refuse_mixed_versions(group.begin_start(begin).result(), "sharding")
 
     def send(self, number: int, pending: PendingCall) -> None:
-        self._outbox.put(self._messages(number, pending))
+        role, _, method = pending.name.partition(".")
+        self._outbox.put(
+            pending.by_rank(lambda args: pack(WorkerCall(number, role, method, args, pending.result_ranks)))
+        )
 
     def poll_progress(self, ranks: Sequence[int]) -> None:
         """Nothing to do: workers write their progress to shared memory."""
@@ -203,18 +206,6 @@ class LocalTransport:
     def _start_of(self, *, number: int, rank: int, payload: bytes) -> WorkerStart:
         kind, _, core = self._devices[rank].partition(":")
         return WorkerStart(number, payload, self._num_threads, int(core) if kind == "cpu" and core else None)
-
-    def _messages(self, number: int, pending: PendingCall) -> list[Message]:
-        """The message for each rank; ranks with the same rows get the same message."""
-        (role, _, method), args, division = pending.name.partition("."), pending.args, pending.division
-        result_ranks, size = pending.result_ranks, len(self._children)
-        if division is None:
-            return [pack(WorkerCall(number, role, method, args, result_ranks))] * size
-        packed = []
-        for rows in division.rows:
-            call = WorkerCall(number, role, method, (args[0][rows], *args[1:]), result_ranks)
-            packed.append(pack(call))
-        return [packed[part] for part in pending.shares.of_rank]
 
     def _send_calls(self) -> None:
         """Send the queued messages.

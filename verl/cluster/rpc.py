@@ -188,6 +188,13 @@ class PendingCall:
             return list(range(len(self.shares.of_rank)))
         return self.shares.reporting_ranks if self.concatenates else self.shares.reporting_ranks[:1]
 
+    def by_rank(self, pack: Callable[[tuple[Any, ...]], Any]) -> list[Any]:
+        """The packed arguments for each rank; ranks with the same rows share them."""
+        if self.division is None:
+            return [pack(self.args)] * len(self.shares.of_rank)
+        packed = [pack((rows, *self.args[1:])) for rows in self.division.split_rows(self.args[0])]
+        return [packed[share] for share in self.shares.of_rank]
+
     def result(self) -> Any:
         """Join the replies of all ranks."""
         answers = self.answers

@@ -96,19 +96,15 @@ class RoleWorker:
             return RayReply(None, Traceback.here())
         return RayReply(serialize(None))
 
-    def call(self, role: str, method: str, args: Serialized, rows: Any = None, returns_result: bool = True) -> RayReply:
+    def call(self, role: str, method: str, args: Serialized, returns_result: bool = True) -> RayReply:
         """Call a method of a role.
 
         Args:
-            rows: indices of the rows of the batch for this process; None for all rows.
             returns_result: whether the result is sent back.
         """
         report(f"{role}.{method}")
         try:
-            arguments = deserialize(args)
-            if rows is not None:
-                arguments = (arguments[0][rows], *arguments[1:])
-            result = self._host.call(role, method, arguments)
+            result = self._host.call(role, method, deserialize(args))
             return RayReply(serialize(result if returns_result else None))
         except BaseException:  # noqa: BLE001 - reported to the driver, `exit()` of a component included
             return RayReply(None, Traceback.here())

@@ -37,7 +37,7 @@ from verl.cluster.ray.ray_worker import (
     own_gpu,
 )
 from verl.cluster.rpc import END_TIMEOUT_S, STACK_TIMEOUT_S, ColocatedRoles, Deadline, PendingCall, RemoteWorkerGroup
-from verl.cluster.shm_channel import Serialized, deserialize, serialize
+from verl.cluster.shm_channel import deserialize, serialize
 from verl.cluster.worker import refuse_mixed_versions
 from verl.component import BuildContext
 from verl.errors import VerlError, WorkerDied
@@ -94,7 +94,7 @@ class RayTransport:
         self.pids: Sequence[int] = []
         self._actors: list[Any] = []
         self._counts: dict[int, int] = {}  # last known progress counter of each worker
-        self._shares_store = False  # all actors are on the driver's machine and share its memory
+        self._is_here = False  # all actors are on the driver's machine
         self._placement_group: Any = None
         self._hosts: list[str] = []
         self._inbox: SimpleQueue[tuple[int, list[Any]] | None] = SimpleQueue()
@@ -120,7 +120,7 @@ class RayTransport:
         self.pids = [location.pid for location in locations]
         self._hosts = [f"{location.host} ({location.address})" for location in locations]
         here = ray.get_runtime_context().get_node_id()
-        self._shares_store = {location.node for location in locations} == {here}
+        self._is_here = {location.node for location in locations} == {here}
         search_path, starts = tuple(map(os.path.abspath, sys.path)), []
         is_on_gpu = context.device.startswith("cuda")
         for rank, (actor, location) in enumerate(zip(self._actors, locations, strict=True)):
@@ -158,29 +158,14 @@ class RayTransport:
     def send(self, number: int, pending: PendingCall) -> None:
         role, _, method = pending.name.partition(".")
         try:
-            shares, rows = self._sent(pending)
-            stored = {id(share): ray.put(tuple(share)) for share in {id(share): share for share in shares}.values()}
+            shares = pending.by_rank(lambda args: ray.put(tuple(serialize(args))))
             calls = [
-                actor.call.remote(
-                    role, method, stored[id(share)], None if part is None else part.numpy(), rank in result_ranks
-                )
-                for result_ranks in [pending.result_ranks]
-                for rank, (actor, share, part) in enumerate(zip(self._actors, shares, rows, strict=True))
+                actor.call.remote(role, method, share, rank in pending.result_ranks)
+                for rank, (actor, share) in enumerate(zip(self._actors, shares, strict=True))
             ]
         except (RayError, OSError, ValueError) as error:
             raise _refusal(error, pending.name, pending.step) from error
         self._inbox.put((number, calls))
-
-    def _sent(self, pending: PendingCall) -> tuple[list[Serialized], list[Any]]:
-        """The object for each rank, shared between ranks with the same rows, and the indices of the rank's rows in
-        it."""
-        args, division, size = pending.args, pending.division, self._setting.size
-        if division is None:
-            return [serialize(args)] * size, [None] * size
-        if self._shares_store:  # all actors can read the whole batch and select their rows in parallel
-            return [serialize(args)] * size, [division.rows[part] for part in pending.shares.of_rank]
-        shares = [serialize((part, *args[1:])) for part in division.split_rows(args[0])]
-        return [shares[part] for part in pending.shares.of_rank], [None] * size
 
     def _collect(self, group: RemoteWorkerGroup) -> None:
         """Receive replies until the group is closed."""
@@ -248,7 +233,7 @@ class RayTransport:
         return stacks
 
     def state(self, rank: int) -> str:
-        return state_of(self.pids[rank]) if self._shares_store and self.pids else ""
+        return state_of(self.pids[rank]) if self._is_here and self.pids else ""
 
     def tail(self, rank: int) -> str:
         if self._logs is None or not self._log(rank).is_file():
