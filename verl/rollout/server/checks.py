@@ -10,12 +10,12 @@ import numpy as np
 from verl.component import BuildContext
 from verl.errors import ConfigError, RolloutError, faults_below
 from verl.http_client.client import HTTPClient
-from verl.http_client.request import NotRetryable, Request
+from verl.http_client.request import Request
 from verl.models.parallel_info import Autocast
 from verl.rollout.base import stop_tokens
 from verl.rollout.server.client import LogProbCheck, ServerEngine, probe_rows_for
 from verl.rollout.server.options import ServerOptions
-from verl.rollout.server.protocols import GenerateRequest, OpenAIProtocol, SamplingRequest, ServerProtocol, TGIProtocol
+from verl.rollout.server.protocols import OpenAIProtocol, SamplingRequest, ServerProtocol, TGIProtocol
 
 ANOTHER_MODEL_NATS = 1.0  # mean distance of log-probs above which a server is assumed to have another model
 
@@ -54,7 +54,6 @@ def checked_engine(
                 num_tokens=model.config.get_text_config().vocab_size,
             )
             rows = probe_rows_for(protocol, tokenizer, _num_tokens(model, tokenizer))
-            _refuse_text_only(client, protocol, rows)
             probe = LogProbCheck(client, protocol, rows, sampling_params)
             source = _source(options, probe)
             gap = _refuse_another_model(options, probe, model, autocast)
@@ -120,24 +119,6 @@ def _server_reply(client: HTTPClient, path: str, setting: str) -> Any:
     if report.failure is not None:
         raise ConfigError(f"{setting}: {client.endpoint.url(path)} gives no answer ({report.failure}).")
     return question.answer
-
-
-def _refuse_text_only(client: HTTPClient, protocol: ServerProtocol, rows: Sequence[Sequence[int]]) -> None:
-    """Request one token to check whether the server's responses can be used; any token may end the response."""
-    draw = _TrialRequest(protocol, rows[0], SamplingRequest(max_tokens=1, greedy=True))
-    report = client.ask([draw])[0]
-    assert report is not None
-    if report.failure is not None:
-        raise ConfigError(f"endpoint.base_url is {client.endpoint.base_url}: {report.failure}.")
-
-
-class _TrialRequest(GenerateRequest):
-    def read(self, answer: Any) -> None:
-        try:
-            super().read(answer)
-        except NotRetryable as fault:
-            if "which ends none here" not in str(fault):
-                raise
 
 
 def _source(options: ServerOptions, probe: LogProbCheck) -> Literal["server", "trainer"]:

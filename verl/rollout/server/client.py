@@ -209,7 +209,7 @@ def ask_server(
     draws = [GenerateRequest(protocol, row, sampling_params) for row in rows]
     for reply in client.ask(draws, stop_at_failure=True):
         if reply is not None and reply.failure is not None:
-            raise RolloutError(f"the server does not answer a request for log-probs of fixed text: {reply.failure}")
+            raise RolloutError(f"a request for log-probs of fixed text fails: {reply.failure}")
     return [draw.response for draw in draws if draw.response is not None]
 
 
