@@ -106,8 +106,6 @@ class EpisodeGenerator(ResponseGenerator):
         try:
             self.play(turns, list(chain.from_iterable(episodes_of)), request)
         except RolloutError:
-            if self.journal is not None:
-                self.journal.forget_failures()
             self._close_calls()  # they may be answered yet, and the same episodes be played again
             raise
         return [self.batch_of(part, request, played, turns) for part, played in zip(batches, episodes_of, strict=True)]
@@ -463,16 +461,13 @@ class EpisodeLoop:
         episode.key = self._key(journal, episode, what, episode.attempt if recovery == "restart" else 0)
         if not journal.answers:  # no earlier process recorded this step
             return False
-        key = episode.key if recovery == "restart" else self._key(journal, episode, what, episode.attempt)
         if what == "reset" and recovery == "restart":
             group = [other for other in self.episodes.values() if other.group == episode.group]
             episode.reads_journal &= all(self._end_key(journal, other) in journal.ends for other in group)
-            episode.restarted |= not episode.reads_journal and key in journal.answers
+            episode.restarted |= not episode.reads_journal and episode.key in journal.answers
         if not episode.reads_journal:
             return False
-        failure, entry = journal.answers.get(key), journal.answers.get(episode.key)
-        if failure is not None and failure.is_failure:
-            entry = failure
+        entry = journal.answers.get(episode.key)
         is_made_again = recovery == "deterministic" or (recovery == "stateless" and what == "reset")
         if entry is None:
             if not episode.needs_replay_of_actions:
@@ -482,7 +477,7 @@ class EpisodeLoop:
             episode.restarted, episode.reads_journal = True, False
             self.start(episode)
             return True
-        if entry.record.outcome == "ok" and is_made_again and not entry.is_failure:
+        if entry.record.outcome == "ok" and is_made_again:
             episode.known = entry
             return False
         episode.reused += 1
@@ -491,17 +486,13 @@ class EpisodeLoop:
         return True
 
     def write_answer(self, journal: EpisodeJournal, result: CallResult) -> None:
-        """Record an environment's answer, and compare it with the recorded one of an earlier run."""
-        episode = self.episodes[result.episode]
-        if not self.awaits(result):
+        """Record an environment's answer, or compare it with that of an earlier run. Failures that the model
+        did not cause are not recorded, since a resumed run tries these calls again."""
+        episode, entry = self.episodes[result.episode], JournalEntry(result.record, result.value)
+        if entry.is_failure or not self.awaits(result):
             return
-        entry = JournalEntry(result.record, result.value)
-        if episode.known is not None and result.record.outcome == "ok" and not entry.is_failure:
+        if episode.known is not None and result.record.outcome == "ok":
             refuse_other_answer(episode.known, entry, f"call {result.record.call_id} ({result.record.name})")
             episode.replayed += 1
             return
-        key = episode.key
-        if entry.is_failure:
-            what = "reset" if result.record.name == "reset" else "step"
-            key = self._key(journal, episode, what, episode.attempt)
-        journal.write_answer(key, entry)
+        journal.write_answer(episode.key, entry)

@@ -147,14 +147,6 @@ class EpisodeJournal:
     def write_end(self, key: str) -> None:
         self.unwritten.append({"end": key})
 
-    def forget_failures(self) -> None:
-        """Drop recorded failures that the model did not cause, because they end the run; a resumed run retries these
-        calls."""
-        if self._file is not None:
-            self.unwritten.append({"forget": "infra"})
-            self.flush()
-            self._forget_failures()
-
     def flush(self) -> None:
         """Write the records that were added since the last call."""
         if self.unwritten:
@@ -170,13 +162,8 @@ class EpisodeJournal:
                 self._turns[record["turn"]] = record["tokens"]
             elif "answer" in record:
                 self.answers[record["answer"]] = _entry(record)
-            elif "end" in record:
-                self.ends.add(record["end"])
             else:
-                self._forget_failures()
-
-    def _forget_failures(self) -> None:
-        self.answers = {key: entry for key, entry in self.answers.items() if not entry.is_failure}
+                self.ends.add(record["end"])
 
     def _prune(self, step: int) -> None:
         """Remove the steps before the newest checkpoint, which no resume can need."""

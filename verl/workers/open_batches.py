@@ -28,7 +28,6 @@ from verl.environments.calls import CallResult
 from verl.environments.episode import Episode, episode_state, load_episode
 from verl.environments.episode_loop import IDLE_WAIT_S, EpisodeGenerator, EpisodeLoop
 from verl.environments.journal import JournalEntry, refuse_other_answer
-from verl.errors import RolloutError
 from verl.model_paths.images import with_media
 from verl.protocol import DataProto
 from verl.protocol.serialization import json_text
@@ -211,12 +210,7 @@ class EpisodeBatch(ResponseBatch, TurnEngine):
         if (journal := self.loop.journal) is not None:
             self.loop.write_answer(journal, result)
             journal.flush()
-        try:
-            self.loop.answer(result)
-        except RolloutError:
-            if journal is not None:
-                journal.forget_failures()
-            raise
+        self.loop.answer(result)
         self._count()
 
     def finished_groups(self) -> list[int]:
