@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import logging
 import os
 import pickle
 import re
@@ -24,7 +23,7 @@ from verl.rollout.engine_process.process import EngineError
 from verl.rollout.hf import HFRollout
 from verl.rollout.vllm.config import VLLMRollout
 from verl.rollout.vllm.engine_args import EngineArgs, as_config_error, write_model_directory
-from verl.rollout.vllm.gpu_memory import cache_bytes, engine_shape, utilization, warn_of_small_cache
+from verl.rollout.vllm.gpu_memory import cache_bytes, engine_shape, utilization
 from verl.utils.memory import DeviceMemory
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM's own checks need vLLM")
@@ -158,17 +157,6 @@ def test_a_cache_of_null_takes_what_is_left_and_no_more_than_rows_can_fill():
 def test_memory_that_does_not_hold_one_row_is_refused_with_all_numbers():
     with refusal("rollout.kv_cache_gib"):
         cache_bytes(ROLLOUT, engine_shape(ROLLOUT, llama_8b(), torch.bfloat16), BUSY, 62 * GIB)
-
-
-def test_a_cache_that_holds_few_of_the_rows_is_told(caplog):
-    small = replace(ROLLOUT, kv_cache_gib=1.0)
-    shape = engine_shape(small, llama_8b(), torch.bfloat16)
-    with caplog.at_level(logging.WARNING):
-        warn_of_small_cache(small, shape, cache_bytes(small, shape, BUSY, None))
-        warn_of_small_cache(ROLLOUT, shape, cache_bytes(ROLLOUT, shape, H100, 0))
-    assert len(caplog.records) == 1
-    assert "rollout.kv_cache_gib is 1: 1.00 GiB hold keys and values of 3 rows of 2048 tokens" in caplog.text
-    assert "Set it to about 64." in caplog.text
 
 
 @pytest.mark.exhaustive

@@ -21,7 +21,7 @@ Outcome = Literal["ok", "tool_error", "timeout", "infra"]
 Observation = str | Sequence[Mapping[str, Any]] | None
 Recovery = Literal["stateless", "deterministic", "restart"]
 History = Literal["append", "rerender"]
-OnInfra = Literal["refill", "drop_member", "drop_group", "stop"]
+OnInfra = Literal["drop_member", "drop_group", "stop"]
 Fault = Literal["own", "crash", "suspect", "neighbour", "late"]
 POLL_INTERVAL_S = 0.25  # interval of checks of a call with a deadline
 MAX_ERROR = 600  # maximum characters of an error in the record of a call
@@ -190,9 +190,8 @@ class EnvironmentDescription(Description):
         reset_timeout_s: timeout of `reset`.
         max_concurrent: concurrent calls in each process.
         retries: how often an episode is restarted in a new environment after a failure that the model did not cause.
-        on_infra: what happens to an episode after these retries. It never gets a reward: `refill` plays another episode
-            of the same prompt, with other sampling noise, and drops the episode if that fails too; `drop_member` drops
-            the episode (and its whole group if fewer than two are left); `drop_group` drops all episodes of the prompt;
+        on_infra: what happens to an episode after these retries. It never gets a reward: `drop_member` drops the
+            episode (and its whole group if fewer than two are left); `drop_group` drops all episodes of the prompt;
             `stop` ends the run. Dropping favours episodes that make few calls.
         history: what the model reads before a turn. `append`: the previous token ids followed by new ones, so that an
             episode is one sample. `rerender`: the conversation rendered again by the chat template, so that each turn

@@ -73,7 +73,6 @@ class Episode:
 
     Attributes:
         number: its number in this call of the engine.
-        sample_key: sample index for the sampling noise; changes after a refill.
         context: token ids before the next turn, including the prompt; only extended, unless the template renders the
             conversation again before each turn.
         end: how it ended; empty while it runs.
@@ -101,10 +100,8 @@ class Episode:
     group: int
     row: Mapping[str, Any]
     seed: int
-    sample_key: int = 0
     attempt: int = 0
     tries: int = 0
-    refills: int = 0
     crashes: int = 0
     is_alone: bool = False
     is_unwanted: bool = False
@@ -176,13 +173,12 @@ class Episode:
         self.prefix, self.attempt = None, self.attempt + 1
         self.media, self.images = self.prompt_media, []
 
-    def is_restarted(self, why: str, fault: Fault, options: EnvironmentDescription, request: GenerationRequest) -> bool:
+    def is_restarted(self, why: str, fault: Fault, options: EnvironmentDescription) -> bool:
         """Record a failure that the model did not cause; it never becomes a reward.
 
         Args:
             fault: see `CallRecord.fault`.
-        Returns: Whether to restart the episode, possibly with other noise or in its own process; otherwise it is
-            dropped.
+        Returns: Whether to restart the episode, possibly in its own process; otherwise it is dropped.
         Raises:
             RolloutError: `on_infra` is `stop`, and all retries have failed.
         """
@@ -201,10 +197,6 @@ class Episode:
                 f"environment: prompt {self.prompt_id}, sample {self.sample_id} failed {self.tries + 1} times for "
                 f"reasons outside of the model, the last time with {why}. environment.on_infra is stop."
             )
-        if options.on_infra == "refill" and request.stream != EVALUATION and self.refills < max(1, options.retries):
-            self.refills, self.tries = self.refills + 1, 0
-            self.sample_key += request.num_samples
-            return True
         return False
 
 
@@ -427,7 +419,7 @@ def _shown(observation: Observation) -> Any:
 
 
 STATE = (  # of an episode in a checkpoint, in addition to its turns and calls
-    *("sample_key", "attempt", "tries", "refills", "crashes", "is_alone", "is_unwanted", "context", "opening", "end"),
+    *("attempt", "tries", "crashes", "is_alone", "is_unwanted", "context", "opening", "end"),
     *("infra", "answers", "reads_journal", "needs_replay_of_actions", "reused", "replayed", "restarted", "seconds"),
 )
 

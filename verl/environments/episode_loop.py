@@ -187,9 +187,7 @@ class EpisodeGenerator(ResponseGenerator):
             seed = derive_seed(self.seed, "environment", request.stream, request.step, prompt_id)
             group = next(groups)
             episodes += [
-                Episode(
-                    next(numbers), tokens, prompt_id, sample, group, row, seed, sample_key=sample, prompt_media=media
-                )
+                Episode(next(numbers), tokens, prompt_id, sample, group, row, seed, prompt_media=media)
                 for sample in range(request.num_samples)
             ]
         return episodes
@@ -270,7 +268,7 @@ class EpisodeLoop:
     def call_id(self, episode: Episode, what: str) -> str:
         """The id of a call of the current attempt; see `Action`."""
         request = self.request
-        return f"{request.stream}.{request.step}.{episode.prompt_id}.{episode.sample_key}.{episode.attempt}.{what}"
+        return f"{request.stream}.{request.step}.{episode.prompt_id}.{episode.sample_id}.{episode.attempt}.{what}"
 
     def awaits(self, result: CallResult) -> bool:
         """Whether a result belongs to the current attempt of an episode that has not ended."""
@@ -353,7 +351,7 @@ class EpisodeLoop:
                 episode.number,
                 list(episode.context),
                 episode.prompt_id,
-                episode.sample_key,
+                episode.sample_id,
                 len(episode.turns),
                 min(self.engine.rollout.max_new_tokens, room),
                 self.request.step,
@@ -396,7 +394,7 @@ class EpisodeLoop:
         """Restart an episode after a failure that the model did not cause, or drop it, possibly with its group."""
         self.turns.forget(episode.number)
         self.calls.end(episode.environment)
-        if episode.is_restarted(why, fault, self.options, self.request):
+        if episode.is_restarted(why, fault, self.options):
             log.info("Episode of prompt %d is restarted: %s", episode.prompt_id, why)
             self.start(episode)
             return
@@ -429,7 +427,7 @@ class EpisodeLoop:
     def _key(self, journal: EpisodeJournal, episode: Episode, what: str, attempt: int) -> str:
         prefix, request = episode.prefix, self.request
         if prefix is None or self.engine.renderer is not None:  # the template may have changed earlier tokens
-            prefix = journal.prefix(request.stream, request.step, episode.prompt_id, episode.sample_key)
+            prefix = journal.prefix(request.stream, request.step, episode.prompt_id, episode.sample_id)
             episode.prefix = prefix
         if prefix.num_tokens < len(episode.context):
             prefix.append(episode.context[prefix.num_tokens :])
@@ -486,8 +484,8 @@ class EpisodeLoop:
         return True
 
     def write_answer(self, journal: EpisodeJournal, result: CallResult) -> None:
-        """Record an environment's answer, or compare it with that of an earlier run. Failures that the model
-        did not cause are not recorded, since a resumed run tries these calls again."""
+        """Record an environment's answer, or compare it with that of an earlier run. Failures that the model did not
+        cause are not recorded, since a resumed run tries these calls again."""
         episode, entry = self.episodes[result.episode], JournalEntry(result.record, result.value)
         if entry.is_failure or not self.awaits(result):
             return

@@ -181,13 +181,13 @@ class _Programs:
     def _start(self, server: PolicyServer, episode: Episode) -> None:
         calls = self.engine.calls
         episode.begin(calls.factory)
-        session = Session(episode.prompt_id, episode.sample_key, self.options.max_turns)
+        session = Session(episode.prompt_id, episode.sample_id, self.options.max_turns)
         self.sessions[episode.number] = session
         name = secrets.token_hex(8)
         server.sessions[name] = session
         row = {**episode.row, "base_url": server.session_url(name)}
         of_step = f"{self.request.stream}.{self.request.step}"
-        call_id = f"{of_step}.{episode.prompt_id}.{episode.sample_key}.{episode.attempt}"
+        call_id = f"{of_step}.{episode.prompt_id}.{episode.sample_id}.{episode.attempt}"
         calls.reset(episode.number, episode.attempt, call_id, episode.environment, row, episode.seed)
 
     def _ended(self, server: PolicyServer, result: CallResult) -> None:
@@ -229,7 +229,7 @@ class _Programs:
 
     def _failed(self, server: PolicyServer, episode: Episode, why: str, fault: Fault = "own") -> None:
         """Restart the program of an episode after a failure that the model did not cause, or drop the episode."""
-        if episode.is_restarted(why, fault, self.options, self.request):
+        if episode.is_restarted(why, fault, self.options):
             log.info("The program of prompt %d is restarted: %s", episode.prompt_id, why)
             self._start(server, episode)
             return

@@ -26,13 +26,7 @@ from verl.models.parallel_info import Autocast, compute_device
 from verl.models.structure import unwrapped
 from verl.rollout.engine_process.process import CORES_VARIABLE, EngineDied, EngineError
 from verl.rollout.process_engine import gpu_name
-from verl.rollout.vllm.gpu_memory import (
-    GIB,
-    cache_bytes,
-    engine_shape,
-    utilization,
-    warn_of_small_cache,
-)
+from verl.rollout.vllm.gpu_memory import GIB, cache_bytes, engine_shape, utilization
 from verl.rollout.vllm.options import VLLMOptions
 from verl.rollout.weight_sync.state_dict import dtype_of
 from verl.utils.directories import cache_directory
@@ -119,7 +113,6 @@ def engine_args(
     shape = engine_shape(options, unwrapped(model).config, dtype, is_on_gpu)
     memory = device_memory(device) if is_on_gpu else None
     cache = cache_bytes(options, shape, memory, trainer_bytes)
-    warn_of_small_cache(options, shape, cache)
     part = None if memory is None else utilization(shape, cache, memory)
     return EngineArgs(options, str(directory), dtype, threads, is_on_gpu, name, cache, part)
 

@@ -9,7 +9,6 @@ its default is 0.92 of the whole device. So verl sets it to the fraction of the 
 
 from __future__ import annotations
 
-import logging
 import math
 from dataclasses import dataclass
 from fractions import Fraction
@@ -21,8 +20,6 @@ from verl.errors import ConfigError
 from verl.models.model_stats import ModelStats, model_stats
 from verl.rollout.vllm.options import VLLMOptions
 from verl.utils.memory import DeviceMemory
-
-log = logging.getLogger(__name__)
 
 GIB = 1 << 30
 CACHE_ON_CPU_GIB = 1.0
@@ -52,10 +49,6 @@ class EngineShape:
     overhead: int
     asleep: int
     max_model_len: int | None
-
-    def rows(self, cache_bytes: int) -> int:
-        """Number of rows of the maximum length that fit in a cache."""
-        return 0 if self.max_model_len is None else cache_bytes // max(1, self.cache_of(1))
 
     def cache_of(self, count: int) -> int:
         """Bytes of the keys and values of `rows` rows of the maximum length."""
@@ -128,17 +121,3 @@ def utilization(shape: EngineShape, cache: int, memory: DeviceMemory) -> float:
     """`gpu_memory_utilization` for vLLM: the fraction of the device that this engine uses, rounded up to 0.001."""
     part = math.ceil((shape.weights + cache + shape.overhead) / memory.total * 1000) / 1000
     return min(1.0, max(0.001, part))
-
-
-def warn_of_small_cache(options: VLLMOptions, shape: EngineShape, cache: int) -> None:
-    """Warn if the cache holds fewer rows of the maximum length than `rollout.max_num_seqs`."""
-    rows = shape.rows(cache)
-    if options.max_model_len is None or 2 * rows >= options.max_num_seqs:  # typical rows have half the greatest length
-        return
-    setting = "null" if options.kv_cache_gib is None else f"{options.kv_cache_gib:g}"
-    log.warning(
-        "rollout.kv_cache_gib is %s: %.2f GiB hold keys and values of %d rows of %d tokens, and rollout.max_num_seqs "
-        "is %d. Rows beyond that wait. Set it to about %.1f for all of them.",
-        setting, cache / GIB, rows, options.max_model_len, options.max_num_seqs,
-        shape.cache_of(options.max_num_seqs) / GIB,
-    )  # fmt: skip
