@@ -1,16 +1,17 @@
 """Protocols of inference servers: OpenAI-compatible `POST /v1/completions` and TGI's `POST /generate`.
 
-`ServerProtocol` is the interface; `SamplingRequest` and `ServerResponse` are the same for both. The `read_...`
-functions are the only code that parses token ids, log-probs and finish reasons of a server's JSON: each returns the
-value or raises `RetryableAnswer` with the value and its path, or `NotRetryable` if a retry cannot help.
+`ServerProtocol` is the interface; `SamplingRequest` and `ServerResponse` are the same for both. `parsed` reads a
+server's JSON as a pydantic model, whose fields are `TokenId` and `LogProb` where they stand for these.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+from pydantic import AfterValidator, BaseModel, Field, ValidationError, ValidationInfo
 
 from verl.errors import RolloutError
 from verl.http_client.request import NotRetryable, Request, RetryableAnswer
@@ -132,78 +133,42 @@ def checked(response: ServerResponse, was_cut: bool, sampling_params: SamplingRe
 SHOWN = 60  # characters of a value in a message
 
 
-def read_mapping(value: Any, what: str) -> dict[str, Any]:
-    """A JSON object."""
-    if not isinstance(value, dict):
-        raise RetryableAnswer(f"{what} is {shown_value(value)}, and not an object")
-    return value
-
-
-def read_items(value: Any, what: str) -> list[Any]:
-    """A JSON list."""
-    if not isinstance(value, list):
-        raise RetryableAnswer(f"{what} is {shown_value(value)}, and not a list")
-    return value
-
-
-def read_token_id(value: Any, what: str, num_tokens: int | None) -> int:
-    """A token id of the model.
-
-    Args:
-        num_tokens: size of the vocabulary; None if not known.
-    """
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise RetryableAnswer(f"{what} is {shown_value(value)}, and not the id of a token")
-    if value < 0 or (num_tokens is not None and value >= num_tokens):
-        known = "not negative" if num_tokens is None else f"0 to {num_tokens - 1}"
-        raise RetryableAnswer(f"{what} is {shown_value(value)}: ids of the actor's model are {known}")
-    return value
-
-
-def read_token_ids(value: Any, what: str, num_tokens: int | None) -> list[int]:
-    """A list of token ids of the model."""
-    return [read_token_id(item, f"{what}[{index}]", num_tokens) for index, item in enumerate(read_items(value, what))]
-
-
-def read_log_prob(value: Any, what: str) -> float:
-    """The log-prob of a sampled token: a finite number, at most `LARGEST_LOG_PROB`, and no placeholder."""
-    number = read_number(value, what)
-    if (fault := log_prob_fault(number)) is not None:
-        raise (NotRetryable if number > 0 else RetryableAnswer)(f"{what} is a log-prob of {fault}")
+def _token_id(number: int, info: ValidationInfo) -> int:
+    if number < 0 or (info.context is not None and number >= info.context):
+        known = "not negative" if info.context is None else f"0 to {info.context - 1}"
+        raise ValueError(f"ids of the actor's model are {known}")
     return number
 
 
-def read_log_probs(value: Any, what: str) -> list[float]:
-    """A list of log-probs of sampled tokens."""
-    return [read_log_prob(item, f"{what}[{index}]") for index, item in enumerate(read_items(value, what))]
+def _log_prob(number: float) -> float:
+    if (fault := log_prob_fault(number)) is not None:
+        if number > 0:
+            raise NotRetryable(f"a log-prob of {fault}")
+        raise ValueError(f"a log-prob of {fault}")
+    return number
 
 
-def read_number(value: Any, what: str) -> float:
-    """Any number, finite or not; strings, booleans and lists are rejected."""
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        raise RetryableAnswer(f"{what} is {shown_value(value)}, and not a number")
+TokenId = Annotated[int, AfterValidator(_token_id)]  # of the actor's model
+LogProb = Annotated[float, AfterValidator(_log_prob)]  # of a sampled token: finite, at most `LARGEST_LOG_PROB`
+Answer = TypeVar("Answer", bound=BaseModel)
+
+
+def parsed(model: type[Answer], answer: Any, sampling_params: SamplingRequest) -> Answer:
+    """A server's answer as this model, without conversion of values.
+
+    Raises:
+        RetryableAnswer: it has another form, with the path and the value. NotRetryable: a log-prob above 0.
+    """
     try:
-        return float(value)
-    except OverflowError:
-        raise RetryableAnswer(f"{what} is {shown_value(value)}, which no floating-point number holds") from None
-
-
-def read_finish_reason(value: Any, what: str, known: Collection[str]) -> str:
-    """Why a response ended."""
-    if not isinstance(value, str):
-        raise RetryableAnswer(f"{what} is {shown_value(value)}, and not a text")
-    if value not in known:
-        raise RetryableAnswer(f"a response that was broken off (finish_reason {value[:SHOWN]})")
-    return value
-
-
-def shown_value(value: Any) -> str:
-    """A value in a message."""
-    try:
-        text = repr(value)
-    except ValueError:  # an integer of more digits than Python writes
-        text = f"an integer of {value.bit_length()} bits"
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]} ..."
+        return model.model_validate(answer, strict=True, context=sampling_params.num_tokens)
+    except ValidationError as error:
+        fault = error.errors()[0]
+        path = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in fault["loc"]).lstrip(".")
+        shown = repr(fault["input"])
+        shown = shown if len(shown) <= SHOWN else f"{shown[:SHOWN]} ..."
+        raise RetryableAnswer(
+            f"{path or 'the answer'} is {shown}: {fault['msg'].removeprefix('Value error, ')}"
+        ) from None
 
 
 TEXT_ONLY = (
@@ -246,55 +211,59 @@ class OpenAIProtocol(ServerProtocol):
         return body
 
     def read(self, answer: Any, prompt: Sequence[int], sampling_params: SamplingRequest) -> ServerResponse:
-        choice = _only_choice(answer)
-        reason = read_finish_reason(choice["finish_reason"], "choices[0].finish_reason", ("stop", "length"))
-        logprobs = read_mapping(choice.get("logprobs") or {}, "choices[0].logprobs")
-        if not choice.get("token_ids"):
+        (choice,) = parsed(_Completion, answer, sampling_params).choices
+        log_probs = None if choice.logprobs is None else choice.logprobs.token_logprobs
+        if not choice.token_ids:
             raise NotRetryable(TEXT_ONLY)
-        ids = read_token_ids(choice["token_ids"], "choices[0].token_ids", sampling_params.num_tokens)
-        if (log_probs := logprobs.get("token_logprobs")) is None or (isinstance(log_probs, list) and None in log_probs):
+        if log_probs is None or None in log_probs:
             raise NotRetryable("tokens without log-probs, which training needs")
-        log_probs = read_log_probs(log_probs, "choices[0].logprobs.token_logprobs")
-        if (seen := choice.get("prompt_token_ids")) is not None and seen != list(prompt):
+        if choice.prompt_token_ids not in (None, list(prompt)):
             raise NotRetryable("another prompt than was sent: it changes token ids")
-        of_prompt = _of_prompt(choice.get("prompt_logprobs"), prompt) if sampling_params.tells_prompt else None
-        return checked(ServerResponse(ids, log_probs, of_prompt), reason == "length", sampling_params)
+        of_prompt = None
+        if sampling_params.tells_prompt and (told := choice.prompt_logprobs) is not None:
+            own = [(tokens or {}).get(str(token)) for token, tokens in zip(prompt, told, strict=False)]
+            of_prompt = [token.logprob for token in own[1:] if token is not None]  # nothing predicts the first
+            if len(told) != len(prompt) or len(of_prompt) != len(prompt) - 1:
+                raise RetryableAnswer("choices[0].prompt_logprobs are not of the prompt's own tokens")
+        response = ServerResponse(choice.token_ids, [x for x in log_probs if x is not None], of_prompt)
+        return checked(response, choice.finish_reason == "length", sampling_params)
 
 
-def _only_choice(answer: Any) -> dict[str, Any]:
-    """The only choice of the reply (`n` is 1)."""
-    choices = answer.get("choices") if isinstance(answer, dict) else None
-    if not isinstance(choices, list) or not choices:
-        raise RetryableAnswer("an answer without choices[0].finish_reason")
-    if len(choices) > 1:
-        raise RetryableAnswer(f"{len(choices)} choices, where one response was requested (n is 1)")
-    choice = choices[0]
-    if not isinstance(choice, dict) or "finish_reason" not in choice:
-        raise RetryableAnswer("an answer without choices[0].finish_reason")
-    if (index := choice.get("index", 0)) != 0 or isinstance(index, bool):
-        raise RetryableAnswer(f"choices[0].index is {shown_value(index)}, where one response was requested (n is 1)")
-    return choice
+class _PromptToken(BaseModel):
+    logprob: LogProb
 
 
-def _of_prompt(logprobs: Any, prompt: Sequence[int]) -> list[float] | None:
-    """Prompt log-probs from `[null, {"17": {"logprob": -1.5}}, ...]`, one mapping per token; None if absent."""
-    if logprobs is None:
-        return None
-    log_probs = []
-    if len(read_items(logprobs, "choices[0].prompt_logprobs")) != len(prompt):
-        raise RetryableAnswer(f"{len(logprobs)} prompt_logprobs for a prompt of {len(prompt)} tokens")
-    for position, token in enumerate(prompt):
-        what = f"choices[0].prompt_logprobs[{position}]"
-        if position == 0:
-            continue  # nothing predicts it
-        entry = read_mapping(logprobs[position], what).get(str(token))
-        if entry is None:
-            raise RetryableAnswer(f"{what} has no log-prob of the prompt's own token {token}")
-        log_probs.append(read_log_prob(read_mapping(entry, what).get("logprob"), what))
-    return log_probs
+class _TokenLogProbs(BaseModel):
+    token_logprobs: list[LogProb | None] | None = None
 
 
-REASONS = ("length", "eos_token", "stop_sequence")  # why a response ends
+class _Choice(BaseModel):
+    finish_reason: Literal["stop", "length"]
+    token_ids: list[TokenId] | None = None
+    logprobs: _TokenLogProbs | None = None
+    prompt_token_ids: Any = None
+    prompt_logprobs: list[dict[str, _PromptToken] | None] | None = None  # null, {"17": {"logprob": -1.5}}, ...
+
+
+class _Completion(BaseModel):
+    choices: Annotated[list[_Choice], Field(min_length=1, max_length=1)]  # `n` is 1
+
+
+class _Token(BaseModel):
+    id: TokenId
+    logprob: LogProb
+
+
+class _PrefillToken(BaseModel):
+    id: int
+    logprob: LogProb | None = None
+
+
+class _Details(BaseModel):
+    finish_reason: Literal["length", "eos_token", "stop_sequence"]
+    tokens: list[_Token]
+    generated_tokens: int | None = None
+    prefill: list[_PrefillToken] | None = None
 
 
 class TGIProtocol(ServerProtocol):
@@ -335,29 +304,21 @@ class TGIProtocol(ServerProtocol):
         return {"inputs": self.as_text(prompt), "parameters": parameters}
 
     def read(self, answer: Any, prompt: Sequence[int], sampling_params: SamplingRequest) -> ServerResponse:
-        details = answer.get("details") if isinstance(answer, dict) else None
-        if not isinstance(details, dict):
+        if not isinstance(answer, dict) or not answer.get("details"):
             raise NotRetryable("an answer without details, which hold the tokens: is it TGI's /generate?")
-        if "finish_reason" not in details or "tokens" not in details:
-            raise RetryableAnswer("an answer whose details hold no finish_reason and tokens with id and logprob")
-        reason = read_finish_reason(details["finish_reason"], "details.finish_reason", REASONS)
-        tokens = _listed(details["tokens"], "details.tokens")
-        ids = [read_token_id(token.get("id"), f"{what}.id", sampling_params.num_tokens) for what, token in tokens]
-        reply = ServerResponse(ids, [read_log_prob(token.get("logprob"), f"{what}.logprob") for what, token in tokens])
-        if (count := details.get("generated_tokens")) is not None and count != len(ids):
-            raise RetryableAnswer(
-                f"details.generated_tokens is {shown_value(count)}, and details.tokens has {len(ids)}"
-            )
-        prefill = _listed(details.get("prefill") or [], "details.prefill")
+        details = parsed(_Details, answer["details"], sampling_params)
+        tokens, prefill = details.tokens, details.prefill or []
+        response = ServerResponse([token.id for token in tokens], [token.logprob for token in tokens])
+        if details.generated_tokens not in (None, len(tokens)):
+            raise RetryableAnswer(f"generated_tokens is {details.generated_tokens}, and tokens has {len(tokens)}")
         if sampling_params.tells_prompt and prefill:
-            seen = [read_token_id(token.get("id"), f"{what}.id", None) for what, token in prefill]
-            if seen != list(prompt):
+            if (seen := [token.id for token in prefill]) != list(prompt):
                 raise NotRetryable(
                     f"its tokenizer reads a prompt as {seen}, the actor's as {list(prompt)}: another model"
                 )
-            logprobs = [read_log_prob(token.get("logprob"), f"{what}.logprob") for what, token in prefill[1:]]
-            reply = replace(reply, prompt_log_probs=logprobs)
-        return checked(reply, reason == "length", sampling_params)
+            told = [token.logprob for token in prefill[1:] if token.logprob is not None]
+            response = replace(response, prompt_log_probs=told if len(told) == len(prompt) - 1 else None)
+        return checked(response, details.finish_reason == "length", sampling_params)
 
     def as_text(self, prompt: Sequence[int]) -> str:
         """The text that encodes to exactly this prompt, without the special tokens that the tokenizer prepends.
@@ -374,9 +335,3 @@ class TGIProtocol(ServerProtocol):
             f"no text is read as the tokens of the prompt {shown[:80]!r}, and TGI takes texts only. Use a server that "
             "takes token ids (rollout.protocol=openai)."
         )
-
-
-def _listed(value: Any, what: str) -> list[tuple[str, dict[str, Any]]]:
-    """The objects of a list, each with its path for error messages."""
-    found = [(f"{what}[{place}]", item) for place, item in enumerate(read_items(value, what))]
-    return [(place, read_mapping(item, place)) for place, item in found]
