@@ -1,9 +1,4 @@
-"""Models small enough to run in milliseconds, in directories as a user would give them, and prompts for them.
-
-Fixtures import torch themselves: the process of pytest-xdist that distributes the tests needs none.
-"""
-
-from __future__ import annotations
+"""Models small enough to run in milliseconds, in directories as a user would give them, and prompts for them."""
 
 import atexit
 import gc
@@ -14,20 +9,22 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import refusals
 import rich
+import torch
 import worker_server
 from faults.fork_server import ForkServer
 from hypothesis import settings
+from random_models import save_random_model
 from storage.other_servers import gcs_server, oss_server
 from storage.s3_server import Proxy, proxy_before, s3_server
 
-if TYPE_CHECKING:
-    from verl.models.pretrained import Pretrained
-    from verl.protocol import DataProto
+from verl.models.pretrained import Pretrained
+from verl.models.tiny import character_tokenizer
+from verl.protocol import DataProto
 
 # Compiled modules are kept: each of the hundreds of child processes would otherwise compile the package for itself
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -85,8 +82,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 @pytest.fixture(autouse=True)
 def torch_state() -> Iterator[None]:
     """What a test sets in torch's global state ends with the test."""
-    import torch
-
     is_deterministic, is_warning = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -138,8 +133,6 @@ def working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def tokenizer():
     """The character tokenizer."""
-    from verl.models.tiny import character_tokenizer
-
     return character_tokenizer()
 
 
@@ -150,43 +143,30 @@ def dir64(tmp_path_factory: pytest.TempPathFactory) -> Path:
     Its layer norms stay in float64. The RMS norms of Llama, Qwen and most others pass through float32, where a last
     bit that differs by the shape of a batch can grow to 1e-8.
     """
-    import torch
-    from random_models import save_random_model
-
     return save_random_model(tmp_path_factory.mktemp("models") / "float64", "starcoder2", torch.float64)
 
 
 @pytest.fixture(scope="session")
 def dir32(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random float32 Qwen2 of the same size."""
-    import torch
-    from random_models import save_random_model
-
     return save_random_model(tmp_path_factory.mktemp("models") / "float32", "qwen2", torch.float32)
 
 
 @pytest.fixture(scope="session")
 def model64(dir64: Path) -> Pretrained:
     """The description of the float64 model."""
-    from verl.models.pretrained import Pretrained
-
     return Pretrained(path=str(dir64), dtype="float64")
 
 
 @pytest.fixture(scope="session")
 def model32(dir32: Path) -> Pretrained:
     """The description of the float32 model."""
-    from verl.models.pretrained import Pretrained
-
     return Pretrained(path=str(dir32))
 
 
 @pytest.fixture(scope="session")
 def prompts(tokenizer) -> Callable[..., DataProto]:
     """Make a batch of prompts [b P] from texts, with prompt and group numbers, as the loop hands it to the actor."""
-    import torch
-
-    from verl.protocol import DataProto
 
     def make(*texts: str, ids: list[int] | None = None, groups: list[int] | None = None) -> DataProto:
         texts = texts or ("1+2=", "34+5=", "what is 6*7? ", "9-")
@@ -266,7 +246,6 @@ def proxy(s3_url: str) -> Iterator[Proxy]:
 def smollm2() -> Pretrained:
     """SmolLM2-135M-Instruct from its package, dequantised in the cache of this machine."""
     from verl.models.gguf import PACKAGED, _file_in_package
-    from verl.models.pretrained import Pretrained
 
     file = _file_in_package(next(iter(PACKAGED)))
     if file is None:

@@ -11,6 +11,8 @@ from verl.component import BuildContext
 from verl.engines.optimizer import AdamW
 from verl.engines.parallel_dims import Parallelism
 from verl.models.pretrained import ModelSource
+from verl.models.structure import call_model
+from verl.ops.logprobs import log_probs_of, response_positions
 from verl.protocol import DataProto
 from verl.rollout.base import GenerationRequest, Rollout
 from verl.rollout.hf import HFRollout
@@ -59,15 +61,29 @@ def experience(actor: ActorWorker, prompts: DataProto, num_samples: int = 3) -> 
     return with_experience(actor.generate(prompts, GenerationRequest(0, num_samples)), actor)
 
 
+@torch.no_grad()
+def plain_log_probs(model: Any, rows: DataProto, row: int) -> torch.Tensor:
+    """Of the response of a row, from a forward pass of the row alone without padding and cache."""
+    mask = rows["attention_mask"][row].bool()
+    ids, width = rows["input_ids"][row][mask], int(rows["prompt_mask"][row].sum())
+    logits = call_model(model, input_ids=ids[None], use_cache=False).logits[0, width - 1 : -1].double()
+    return logits.log_softmax(-1).gather(-1, ids[width:, None])[:, 0]
+
+
+@torch.no_grad()
+def assert_own_log_probs(model: Any, rows: DataProto, atol: float) -> None:
+    """The recorded log-probs are those of a forward pass of the model over the padded rows."""
+    fields = {name: rows[name] for name in ("input_ids", "attention_mask", "position_ids")}
+    logits = response_positions(model(**fields, use_cache=False).logits, rows["responses"].shape[1])
+    mask, own = rows["response_mask"], log_probs_of(logits, rows["responses"], 1.0)
+    assert torch.allclose(rows["rollout_log_probs"][mask], own[mask], atol=atol)
+
+
 def gap_from_plain_rows(actor: ActorWorker, rows: DataProto, *names: str) -> float:
     """Largest distance of these log-probs from a plain forward pass of each row alone, in nats."""
     worst = 0.0
     for row in range(len(rows)):
-        mask = rows["attention_mask"][row].bool()
-        ids, width = rows["input_ids"][row][mask], int(rows["prompt_mask"][row].sum())
-        with torch.no_grad():
-            logits = actor.model(input_ids=ids[None], use_cache=False).logits[0, width - 1 : -1].double()
-        plain = logits.log_softmax(-1).gather(-1, ids[width:, None])[:, 0]
+        plain = plain_log_probs(actor.model, rows, row)
         for name in names:
             found = rows[name][row][rows["response_mask"][row]].double()
             worst = max(worst, float((found - plain).abs().max()))

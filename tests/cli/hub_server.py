@@ -11,6 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import yaml
+from storage.s3_server import body_of
 
 TOKEN = "hf_" + "a" * 34
 
@@ -70,7 +71,7 @@ class _Answer(BaseHTTPRequestHandler):
             self._send({"error": f"not found: {self.path}"}, 404)
 
     def do_PUT(self) -> None:
-        data = self._body()
+        data = body_of(self)
         oid = self.path.rpartition("/")[2]
         if self.server.fails_at is not None and self.server.fails_at in self.path:
             self._send({"error": "planted fault"}, 403)
@@ -81,7 +82,7 @@ class _Answer(BaseHTTPRequestHandler):
             self._send({"error": "these are not the bytes of this object"}, 400)
 
     def do_POST(self) -> None:
-        data = self._body()
+        data = body_of(self)
         if not self._is_allowed():
             return
         path = self.path.partition("?")[0]
@@ -124,13 +125,3 @@ class _Answer(BaseHTTPRequestHandler):
             elif line["key"] == "lfsFile":
                 committed[value["path"]] = self.server.objects[value["oid"]]
         self._send({"commitUrl": f"{self.server.url}/{name}/commit/{'0' * 40}", "commitOid": "0" * 40, "success": True})
-
-    def _body(self) -> bytes:
-        if "chunked" not in self.headers.get("Transfer-Encoding", ""):
-            return self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        data = b""
-        while size := int(self.rfile.readline(), 16):
-            data += self.rfile.read(size)
-            self.rfile.readline()
-        self.rfile.readline()
-        return data

@@ -21,12 +21,12 @@ from environments.episodes import (
     tiny,
     tokens_by_sample,
 )
+from roles import assert_own_log_probs
 
 from verl.environments.base import InfraError, StepResult
 from verl.environments.episode import without_dropped
 from verl.errors import RolloutError
 from verl.model_paths.kv_cache import SlotCache
-from verl.ops.logprobs import log_probs_of, response_positions
 from verl.rollout.base import GenerationRequest
 from verl.rollout.hf import slot_bytes
 
@@ -77,14 +77,8 @@ def test_observations_stand_off_the_mask_with_the_models_tokens_around_them(mode
 
 def test_the_log_probs_of_every_turn_are_the_models_own(model):
     rows = played(model, Scripted(answer=long_turns), stop_token_ids=STOPS)
-    net, _ = model
-    with torch.no_grad():
-        fields = {name: rows[name] for name in ("input_ids", "attention_mask", "position_ids")}
-        logits = response_positions(net(**fields, use_cache=False).logits, rows["responses"].shape[1])
-    expected = log_probs_of(logits, rows["responses"], 1.0)
-    mask = rows["response_mask"]
-    assert torch.allclose(rows["rollout_log_probs"][mask], expected[mask], atol=2e-5)
-    assert not rows["rollout_log_probs"][~mask].any()
+    assert_own_log_probs(model[0], rows, atol=2e-5)
+    assert not rows["rollout_log_probs"][~rows["response_mask"]].any()
 
 
 def test_an_episode_is_the_same_alone_in_a_batch_in_another_order_and_with_few_slots(model):

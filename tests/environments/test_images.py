@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from environments.episodes import Scripted, engine_of
-from environments.test_journal import Counting, Killed, Recovering, same
+from environments.test_journal import Counting, Killed, Recovering, kill_while_writing, same
 from image_models import picture, save_image_model
 from model_paths.test_images import plain_log_probs, plain_model
 from PIL import Image
@@ -157,17 +157,8 @@ def test_an_interrupted_run_continues_with_the_images_of_its_journal(saved, tmp_
     def life(directory: Path, answer: Showing) -> DataProto:
         environment = Recovering(answer=answer, images=True, max_tokens=200, max_turns=3)
         engine = engine_of(environment, model=(net, tokenizer), stop_token_ids=LETTERS)
-        engine.journal = journal = EpisodeJournal(directory / "episode_journal", "the same in every life", 0)
-        written = 0
-
-        def write_answer(key, entry):
-            nonlocal written
-            written += 1
-            if answer.kill_after is not None and written > answer.kill_after:
-                raise Killed
-            EpisodeJournal.write_answer(journal, key, entry)
-
-        journal.write_answer = write_answer
+        engine.journal = EpisodeJournal(directory / "episode_journal", "the same in every life", 0)
+        kill_while_writing(engine.journal, answer.kill_after)
         with contextlib.closing(engine):
             return engine.generate(prompts_of(tokenizer, [[1], [2]]), GenerationRequest(0, 2))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 
@@ -70,20 +71,22 @@ def journaled(model, directory: Path, answer, **options) -> EpisodeGenerator:
     return engine
 
 
+def kill_while_writing(journal: EpisodeJournal, kill_after: int | None) -> None:
+    """Let a journal raise `Killed` at the answer after so many."""
+    write, written = journal.write_answer, itertools.count(1)
+
+    def write_answer(key, entry):
+        if kill_after is not None and next(written) > kill_after:
+            raise Killed
+        write(key, entry)
+
+    journal.write_answer = write_answer
+
+
 def life(model, directory: Path, answer, request=REQUEST, texts=TEXTS) -> DataProto:
     """One process: plays until its end, or until it is gone."""
     engine = journaled(model, directory, answer)
-    if answer.kill_after is not None:
-        written, file = 0, engine.journal
-
-        def write_answer(key, entry):
-            nonlocal written
-            written += 1
-            if written > answer.kill_after:
-                raise Killed
-            EpisodeJournal.write_answer(file, key, entry)
-
-        engine.journal.write_answer = write_answer
+    kill_while_writing(engine.journal, answer.kill_after)
     try:
         return engine.generate(prompts_of(model[1], texts), request)
     finally:

@@ -9,13 +9,13 @@ import pytest
 import torch
 from environments.episodes import REQUEST, Scripted, ScriptedFactory, engine_of, long_turns, prompts_of, tiny
 from refusals import refusal
+from roles import assert_own_log_probs
 
 from verl.component import BuildContext, component
 from verl.compose.compose import compose_root
 from verl.compose.validate import validate
 from verl.environments.base import EnvironmentDescription, InfraError, StepResult
 from verl.environments.episode import per_episode, training_rows, without_dropped
-from verl.ops.logprobs import log_probs_of, response_positions
 from verl.ops.masking import LossTotals, aggregate
 from verl.protocol import DataProto
 from verl.rewards.episode_reward import EpisodeReward
@@ -90,12 +90,7 @@ def test_each_turn_is_a_sample_behind_the_templates_own_rendering(model):
         )
         assert set(rows["episode_tokens"][begin : row + 1].tolist()) == {sum(t["tokens"] for t in record["turns"])}
         begin = row + 1
-    with torch.no_grad():
-        fields = {name: rows[name] for name in ("input_ids", "attention_mask", "position_ids")}
-        logits = response_positions(net(**fields, use_cache=False).logits, rows["responses"].shape[1])
-    mask = rows["response_mask"]
-    own = log_probs_of(logits, rows["responses"], 1.0)
-    assert torch.allclose(rows["rollout_log_probs"][mask], own[mask], atol=2e-5)
+    assert_own_log_probs(net, rows, atol=2e-5)
 
 
 def test_an_episode_that_is_left_out_leaves_no_part(model):

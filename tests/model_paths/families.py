@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from roles import start_actor
+from roles import plain_log_probs, start_actor
 
 from verl.errors import ConfigError
 from verl.model_paths.families import family_table
 from verl.models.pretrained import Pretrained, quiet_transformers
-from verl.models.structure import call_model
 from verl.models.tiny import character_tokenizer
 from verl.protocol import DataProto
 from verl.rollout.base import GenerationRequest
@@ -293,15 +292,6 @@ def plain_model(path: Path, attention: str) -> Any:
     with quiet_transformers():
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation=attention)
     return model.eval()
-
-
-@torch.no_grad()
-def plain_log_probs(model: Any, rows: DataProto, row: int) -> torch.Tensor:
-    """Of the response of a row, from a forward pass of the row alone without padding and cache."""
-    mask = rows["attention_mask"][row].bool()
-    ids, width = rows["input_ids"][row][mask], int(rows["prompt_mask"][row].sum())
-    logits = call_model(model, input_ids=ids[None], use_cache=False).logits[0, width - 1 : -1].double()
-    return logits.log_softmax(-1).gather(-1, ids[width:, None])[:, 0]
 
 
 def largest_gaps(actor: Any, path: Path) -> dict[str, float]:

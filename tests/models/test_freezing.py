@@ -5,7 +5,7 @@ import torch
 from image_models import save_image_model
 from model_paths.families import prompts
 from refusals import refusal
-from roles import experience, start_actor, weights
+from roles import experience, plain_log_probs, start_actor, weights
 
 from verl.models.images import freeze, images_of, vision_tower
 from verl.models.lora import LoRA
@@ -68,10 +68,7 @@ def test_an_image_text_model_trains_on_text_alone(path):
     rows = experience(actor, prompts(), 2)
     before, plain = weights(actor.model), AutoModelForImageTextToText.from_pretrained(path).eval()
     for row in range(len(rows)):
-        mask = rows["attention_mask"][row].bool()
-        ids, width = rows["input_ids"][row][mask], int(rows["prompt_mask"][row].sum())
-        logits = plain(input_ids=ids[None], use_cache=False).logits[0, width - 1 : -1].double()
-        expected = logits.log_softmax(-1).gather(-1, ids[width:, None])[:, 0]
+        expected = plain_log_probs(plain, rows, row)
         for name in ("old_log_probs", "rollout_log_probs"):
             assert (rows[name][row][rows["response_mask"][row]] - expected).abs().max() < 1e-4
     actor.update(rows)

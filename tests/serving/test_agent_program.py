@@ -4,15 +4,14 @@ import json
 from dataclasses import replace
 
 import pytest
-import torch
 from refusals import refusal
+from roles import assert_own_log_probs
 
 from verl.component import BuildContext
 from verl.compose.compose import compose_root
 from verl.compose.validate import validate
 from verl.environments.episode import training_rows
 from verl.errors import RolloutError
-from verl.ops.logprobs import log_probs_of, response_positions
 from verl.rollout.base import GenerationRequest
 from verl.trainer.ppo import PPOTrainer
 
@@ -99,12 +98,7 @@ def test_programs_against_the_endpoint_train_the_policy(run, tmp_path):
             assert text.count("and <eos>now?") == 1
             between = rows["responses"][row][~rows["response_mask"][row] & (rows["turn_ids"][row] >= 0)].tolist()
             assert between.count(tokenizer.eos_token_id) <= 2  # those of the template; in the message it is text
-        with torch.no_grad():
-            fields = {name: rows[name] for name in ("input_ids", "attention_mask", "position_ids")}
-            logits = response_positions(model(**fields, use_cache=False).logits, rows["responses"].shape[1])
-        mask = rows["response_mask"]
-        own = log_probs_of(logits, rows["responses"], 1.0)
-        assert torch.allclose(rows["rollout_log_probs"][mask], own[mask], atol=2e-5)
+        assert_own_log_probs(model, rows, atol=2e-5)
 
         whole = tokens_of(rows)
         alone = training_rows(trainer.sampling.generate(prompts[2:3], GenerationRequest(1, 3)))

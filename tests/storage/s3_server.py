@@ -135,12 +135,24 @@ def proxy_before(upstream: str) -> Iterator[Proxy]:
         proxy.server_close()
 
 
+def body_of(request: BaseHTTPRequestHandler) -> bytes:
+    """By its length or in chunks."""
+    if request.headers.get("Transfer-Encoding", "").lower() != "chunked":
+        return request.rfile.read(int(request.headers.get("Content-Length") or 0))
+    body = b""
+    while size := int(request.rfile.readline().split(b";")[0], 16):
+        body += request.rfile.read(size)
+        request.rfile.readline()
+    request.rfile.readline()
+    return body
+
+
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: Proxy
 
     def _serve(self) -> None:
-        body = self._body()
+        body = body_of(self)
         with self.server.lock:
             request = Request(len(self.server.seen) + 1, self.command, self.path, dict(self.headers), b"")
             self.server.seen.append(request)
@@ -161,17 +173,6 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             return
         self._answer(status, headers, answer if fault.body is None else fault.body, fault.cut)
-
-    def _body(self) -> bytes:
-        """Of the request, by its length or in chunks."""
-        if self.headers.get("Transfer-Encoding", "").lower() != "chunked":
-            return self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        body = b""
-        while size := int(self.rfile.readline().split(b";")[0], 16):
-            body += self.rfile.read(size)
-            self.rfile.readline()
-        self.rfile.readline()
-        return body
 
     do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = _serve
 

@@ -1,19 +1,13 @@
 """Which checkpoint a run goes on from when it has lost a worker."""
 
-import io
 import json
-from dataclasses import replace
 
 import pytest
-import rich
 from same_training import course
 from trainer.runs import fit
 
 from verl.component import BuildContext
 from verl.errors import WorkerDied
-from verl.tracking.base import Trackers
-from verl.tracking.console import Console
-from verl.tracking.logging_setup import setup_logging
 from verl.trainer import train_loop
 from verl.trainer.train_loop import fit_with_restarts, last_checkpoint_of
 
@@ -30,50 +24,22 @@ def test_a_run_goes_on_from_its_own_checkpoints_and_never_from_those_of_an_earli
 def test_a_trainer_is_built_anew_in_the_same_place_and_ends_as_if_nothing_had_been(model32, tmp_path):
     lost = [WorkerDied(0, "actor.update", 3, "the process ended")]
     with course(model32, tmp_path).build(BuildContext(run_dir=tmp_path / "run")) as trainer:
-        step = trainer.step
-
-        def step_and_lose(batch, number):
-            if number == 3 and lost:
-                raise lost.pop()
-            return step(batch, number)
-
-        trainer.step = step_and_lose
-        result = fit_with_restarts(trainer, lambda may_restart: _as_it_is(trainer, may_restart), max_restarts=1)
-    assert (result.status, result.steps) == ("finished", 4)
-    assert result.restarts == ["rank 0 failed in actor.update at step 3"]
-    assert result.checkpoints == ["global_step_3", "global_step_4"]
-
-
-@pytest.mark.exhaustive
-def test_a_run_that_goes_on_after_a_loss_is_restarting_and_not_failed(model32, tmp_path, monkeypatch):
-    screen, statuses = io.StringIO(), []
-    monkeypatch.setattr(rich.get_console(), "file", screen)
-    detail = "Traceback (most recent call last):\n  ...\nthe process ended"
-    run = replace(course(model32, tmp_path), tracker=Trackers(console=Console()))
-    undo = setup_logging(tmp_path / "run")
-    with run.build(BuildContext(run_dir=tmp_path / "run")) as trainer:
-        step, restart = trainer.step, trainer.restart
+        step, restart, statuses = trainer.step, trainer.restart, []
 
         def step_and_lose(batch, number):
             if number == 3:
-                raise WorkerDied(0, "actor.update", 3, detail)
+                raise lost.pop()
             return step(batch, number)
 
-        def restart_and_look(resume, why):
+        def restart_and_look(*given):
             statuses.append(json.loads((tmp_path / "run/summary.json").read_text())["status"])
-            restart(resume, why)
+            restart(*given)
 
         trainer.step, trainer.restart = step_and_lose, restart_and_look
-        fit_with_restarts(trainer, lambda may_restart: _as_it_is(trainer, may_restart), max_restarts=1)
-    undo()
-    shown = screen.getvalue()
-    assert statuses == ["restarting"]
-    assert json.loads((tmp_path / "run/summary.json").read_text())["status"] == "finished"
-    assert "run restarting after 2 of 4 steps" in shown
-    assert "failed after" not in shown
-    assert "run failed" not in shown
-    assert shown.count("Traceback") == 0
-    assert (tmp_path / "run/run.log").read_text().count("Traceback (most recent call last):\n  File") == 1
+        result = fit_with_restarts(trainer, lambda may_restart: _as_it_is(trainer, may_restart), max_restarts=1)
+    assert (statuses, result.status, result.steps) == (["restarting"], "finished", 4)
+    assert result.restarts == ["rank 0 failed in actor.update at step 3"]
+    assert result.checkpoints == ["global_step_3", "global_step_4"]
 
 
 def _as_it_is(trainer, may_restart):

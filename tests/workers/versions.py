@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from roles import plain_log_probs
 
 
 class VersionedModel:
@@ -25,11 +26,7 @@ class VersionedModel:
         self.load(version)
         worst = 0.0
         for row in range(len(rows)):
-            mask, width = rows["attention_mask"][row].bool(), int(rows["prompt_mask"][row].sum())
-            ids = rows["input_ids"][row][mask]
-            with torch.no_grad():
-                logits = self.model(input_ids=ids[None], use_cache=False).logits[0, width - 1 : -1].double()
-            plain = logits.log_softmax(-1).gather(-1, ids[width:, None])[:, 0]
+            plain = plain_log_probs(self.model, rows, row)
             is_of_version = (rows["token_versions"][row] == version)[: len(plain)]
             gaps = (plain - rows["rollout_log_probs"][row][: len(plain)]).abs()
             worst = max(worst, float((gaps * is_of_version).max()))

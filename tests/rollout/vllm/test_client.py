@@ -13,13 +13,14 @@ import torch
 from cluster.processes_of import is_running
 from environments.episodes import REQUEST, Scripted, first_differences, long_turns, prompts_of, tokens_by_sample
 from refusals import refusal
+from roles import assert_own_log_probs
 from rollout.engines import agreement, by_row, generate, random_prompts, save_family, shake
 
 from verl.component import BuildContext
 from verl.engines.optimizer import AdamW
 from verl.environments.episode_loop import EpisodeGenerator
 from verl.errors import ConfigError, RolloutError, WeightSyncError
-from verl.ops.logprobs import log_probs_of, response_positions
+from verl.ops.logprobs import log_probs_of
 from verl.ops.sampling import EVALUATION
 from verl.rollout.base import GenerationRequest, TurnLimits, TurnRequest
 from verl.rollout.hf import HFRollout
@@ -172,12 +173,7 @@ def test_episodes_are_the_same_alone_in_another_order_and_by_our_own_loop(engine
     whole = play(engines.vllm)
     expected = tokens_by_sample(whole)
     assert max(len(record["turns"]) for record in whole["episode"]) == 3
-    with torch.no_grad():
-        fields = {name: whole[name] for name in ("input_ids", "attention_mask", "position_ids")}
-        logits = response_positions(engines.model(**fields, use_cache=False).logits, whole["responses"].shape[1])
-    mask = whole["response_mask"]
-    own = log_probs_of(logits, whole["responses"], 1.0)
-    assert torch.allclose(whole["rollout_log_probs"][mask], own[mask], atol=2e-4)
+    assert_own_log_probs(engines.model, whole, atol=2e-4)
 
     backwards = play(engines.vllm, TEXTS[::-1], [3, 2, 1, 0])
     alone = play(engines.vllm, TEXTS[1:2], [1])
