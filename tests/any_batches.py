@@ -3,6 +3,7 @@
 import functools
 import itertools
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -150,4 +151,12 @@ def any_batches(draw, min_rows: int = 0) -> DataProto:
     kinds = tensors(rows) | of_rows
     kinds = kinds | ragged_rows(rows).map(Ragged.of) if rows else kinds
     given = {name: draw(kinds) for name in names or (["x"] if min_rows else [])}
-    return DataProto.from_single_dict(given, draw(st.dictionaries(NAMED, values(), max_size=2)))
+    return of_any_kind(given, draw(st.dictionaries(NAMED, values(), max_size=2)))
+
+
+def of_any_kind(fields: Mapping[str, Any], meta_info: Mapping[str, Any] | None = None) -> DataProto:
+    """A batch of tensors, ragged fields and columns in one mapping."""
+    tensors = {name: x for name, x in fields.items() if isinstance(x, torch.Tensor)}
+    ragged = {name: x for name, x in fields.items() if isinstance(x, Ragged)}
+    columns = {name: x for name, x in fields.items() if name not in tensors and name not in ragged}
+    return DataProto.from_dict(tensors, columns, meta_info, ragged=ragged)

@@ -25,7 +25,7 @@ def facts(t):
 
 LOOKS = (
     lambda data: data["returns"], lambda data: data.batch["returns"], lambda data: data.select(["returns"]),
-    lambda data: data.pop(["returns"]), lambda data: data.rename("returns", "x"),
+    lambda data: data.pop(["returns"]),
 )  # fmt: skip
 INFINITE = torch.tensor([[0.0], [float("inf")]])
 test_what_breaks_a_contract_is_told_with_field_row_expectation_and_producer = refused(
@@ -52,11 +52,6 @@ test_what_breaks_a_contract_is_told_with_field_row_expectation_and_producer = re
     ("values", "float", lambda: register(Field("values", ("B",), "int64"))),
     ("x", "T", lambda: Field("x", ("T",), "float")),
     ((), "read-only", lambda: rollout().batch.clear()),
-    ((), ["x"], lambda: reward_fn(x=torch.zeros(1), y=torch.zeros(1)).rename("x", "y")),
-    ((), ["values", "prompts"], lambda: rollout().rename(["values", "prompts"], "returns")),
-    ("returns", [4, 2, 3], lambda: rollout().rename("hidden", "returns")),
-    ("returns", "column", lambda: rollout().rename("answer", "returns")),
-    ((), 3, lambda: rollout(3).reorder([0, 0, 1])),
     ((), [1], lambda: rollout(3)[torch.tensor([True])]),
     ((), "torch.float32", lambda: rollout(3)[[0.5]]),
     kind=DataProtoValidationError,

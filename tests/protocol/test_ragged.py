@@ -80,11 +80,10 @@ def test_rows_of_a_part_without_images_are_empty_in_a_join():
         assert joined.producer("media.x").function == "batch"
 
 
-def test_fields_are_chosen_renamed_moved_and_united_by_name():
+def test_fields_are_chosen_moved_and_united_by_name():
     data = batch([torch.ones(2, 3)], n=[1])
     assert list(data.select([], []).ragged) == ["media.x"]
     assert not data.select(ragged_keys=[]).ragged
-    assert list(data.rename("media.x", "media.y").ragged) == ["media.y"]
     assert data.to("meta")["media.x"].values.device.type == "meta"
     assert data.union(batch([torch.ones(2, 3)])).ragged.keys() == {"media.x"}
     popped = data.pop(ragged_keys=["media.x"])

@@ -2,10 +2,8 @@
 
 import io
 import pickle
-from itertools import chain
 
 import numpy as np
-import pytest
 import torch
 from batches import assert_same, batches, rollout
 from hypothesis import given
@@ -13,38 +11,26 @@ from hypothesis import strategies as st
 from refusals import refusal, refused
 
 from verl.errors import DataProtoValidationError
-from verl.protocol import DataProto, pad_to_divisor, unpad
+from verl.protocol import DataProto
 
 
 @given(batches(), st.integers(1, 9), st.randoms(use_true_random=False))
-def test_the_batch_is_made_again_of_its_chunks_its_split_and_its_reordered_rows(data, k, random):
-    chunks, split = data.chunk(k), data.split(k)
+def test_the_batch_is_made_again_of_its_chunks_and_its_reordered_rows(data, k, random):
+    chunks = data.chunk(k)
     sizes = [len(part) for part in chunks]
     assert len(chunks) == k
     assert max(sizes) - min(sizes) <= 1
     assert sizes == sorted(sizes, reverse=True)
-    assert all(len(part) == k for part in split[:-1])
     order = random.sample(range(len(data)), len(data))
     inverse = np.argsort(np.array(order, dtype=np.int64))
-    for again in (DataProto.concat(chunks), DataProto.concat(split), data.reorder(order).reorder(inverse)):
+    for again in (DataProto.concat(chunks), data[order][inverse]):
         assert_same(again, data)
-    assert data.reorder(order)["answer"].tolist() == [data["answer"][row] for row in order]
+    assert data[order]["answer"].tolist() == [data["answer"][row] for row in order]
 
 
-@given(batches(), st.integers(0, 3), st.booleans())
-def test_repeat_agrees_with_an_index(data, n, interleave):
-    rows = [row for row in range(len(data)) for _ in range(n)] if interleave else list(range(len(data))) * n
-    assert_same(data.repeat(n, interleave=interleave), data[rows])
-
-
-@given(batches(), st.integers(1, 9))
-def test_padding_to_a_divisor_and_back_gives_the_batch(data, k):
-    padded, pad_size = pad_to_divisor(data, k)
-    assert len(padded) % k == 0
-    assert 0 <= pad_size < k
-    assert_same(unpad(padded, pad_size), data)
-    if pad_size:
-        assert_same(padded[len(data) :], data[[row % len(data) for row in range(pad_size)]])
+@given(batches(), st.integers(0, 3))
+def test_repeat_agrees_with_an_index(data, n):
+    assert_same(data.repeat(n), data[[row for row in range(len(data)) for _ in range(n)]])
 
 
 @given(st.lists(batches(), min_size=1, max_size=4))
@@ -151,37 +137,9 @@ def test_gradients_pass_through_indexing_and_joining():
     assert leaf.grad.tolist() == [[2.0, 2.0], [3.0, 3.0]]
 
 
-def test_mini_batches_cover_every_row_each_epoch_in_a_seeded_order():
-    data = rollout(7)
-    orders = [[part["answer"].tolist() for part in data.make_iterator(3, epochs=2, seed=5)] for _ in range(2)]
-    assert orders[0] == orders[1]
-    assert [len(part) for part in orders[0]] == [3, 3, 1] * 2
-    epochs = [list(chain.from_iterable(orders[0][:3])), list(chain.from_iterable(orders[0][3:]))]
-    assert all(sorted(epoch) == sorted(data["answer"]) for epoch in epochs)
-    assert epochs[0] != epochs[1]
-    assert_same(DataProto.concat(data.make_iterator(3)), data)
-    assert_same(DataProto.concat(data.make_iterator(3, seed=5, shuffle=False)), data)
-    assert list(data[:0].make_iterator(3)) == []
-
-
-def test_mini_batches_leave_the_global_generator_alone():
-    before = torch.get_rng_state()
-    list(rollout(4).make_iterator(2, seed=1))
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda d: d.make_iterator(0),
-        lambda d: d.make_iterator(2, shuffle=True),
-        lambda d: d.chunk(0),
-        lambda d: d.split(0),
-    ],
-)
-def test_sizes_below_one_and_a_shuffle_without_a_seed_are_refused_at_the_call(call):
+def test_fewer_than_one_chunk_is_refused():
     with refusal(kind=DataProtoValidationError):
-        call(rollout())
+        rollout().chunk(0)
 
 
 def test_zero_rows_pass_through_everything():
@@ -190,9 +148,8 @@ def test_zero_rows_pass_through_everything():
     assert bool(empty)
     assert empty.check(strict=True) is empty
     assert len(empty.repeat(3)) == 0
-    assert len(empty.reorder([])) == 0
+    assert len(empty[[]]) == 0
     assert [len(part) for part in empty.chunk(2)] == [0, 0]
-    assert pad_to_divisor(empty, 4) == (empty, 0)
     assert empty.union(DataProto.from_dict({"advantages": torch.zeros(0, 5)}))["advantages"].shape == (0, 5)
     buffer = io.BytesIO()
     pickle.dump(empty, buffer)

@@ -16,9 +16,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from verl.protocol.data_proto import DataProto, pad_to_divisor, unpad
+    from verl.protocol.data_proto import DataProto
 
-__all__ = ["DataProto", "pad_to_divisor", "unpad"]
+__all__ = ["DataProto"]
 
 
 def __getattr__(name: str) -> Any:

@@ -7,11 +7,9 @@ all differ, and NaN equals NaN. Other values are equal if they are one object, o
 from __future__ import annotations
 
 import contextlib
-import json
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,110 +26,40 @@ WORTH_THREADS = 2**22  # bytes above which copies run in threads
 _FREE = ""
 
 
-class ValueDifference(NamedTuple):
-    """The first difference between two values.
-
-    Attributes:
-        path: location within the values, such as `['turns'][2]`; empty for the values themselves.
-        left, right: the differing values there.
-    """
-
-    path: str
-    left: Any
-    right: Any
-
-    def texts(self) -> tuple[str, str]:
-        """Both values as text, shortened; with their types if these differ."""
-        left, right = _shortened(self.left), _shortened(self.right)
-        if type(self.left) is type(self.right) and left != right:
-            return left, right
-        return f"{left} ({_type_name(self.left)})", f"{right} ({_type_name(self.right)})"
-
-
-def _shortened(value: Any, limit: int = 120) -> str:
-    if isinstance(value, (torch.Tensor, np.ndarray)):
-        return f"{list(value.shape)} {_type_name(value)}"
-    return end_cut(repr(value), limit)
-
-
-def _type_name(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"tensor of {str(value.dtype).removeprefix('torch.')}"
-    return f"array of {value.dtype}" if isinstance(value, np.ndarray) else type(value).__name__
-
-
-def column_difference(left: np.ndarray, right: np.ndarray) -> tuple[int | None, ValueDifference] | None:
-    """The first row in which two columns of JSON values differ, with the difference; None as the row if their lengths
-    do.
-    """
+def is_same(left: Any, right: Any) -> bool:
+    """Whether two JSON values, tensors, arrays or other objects are equal; gradients and devices do not count."""
     if left is right:
-        return None
-    if left.shape != right.shape:
-        return None, ValueDifference("", left, right)
-    if all(map(operator.is_, left, right)) or _is_equal_in_bulk(left, right):
-        return None
-    for row, (a, b) in enumerate(zip(left.tolist(), right.tolist())):
-        if (differing := value_difference(a, b)) is not None:
-            return row, differing
-    return None
-
-
-_SCALARS = {str, int, bool, float, type(None)}
-_AT_ONCE = 4096  # rows
-
-
-def _is_equal_in_bulk(left: np.ndarray, right: np.ndarray) -> bool:
-    """Whether two columns of JSON values are equal, compared by NumPy or as JSON texts; False is inconclusive."""
-    kinds = list(map(type, left))
-    if kinds != list(map(type, right)):
-        return False
-    if _SCALARS.issuperset(kinds):
-        return bool((left == right).all())
-    parts = (slice(first, first + _AT_ONCE) for first in range(0, len(left), _AT_ONCE))
-    return all(json.dumps(left[part].tolist()) == json.dumps(right[part].tolist()) for part in parts)
-
-
-def value_difference(left: Any, right: Any) -> ValueDifference | None:
-    """The first difference between two JSON values, tensors, arrays or objects; None if they are equal."""
-    if left is right:
-        return None
+        return True
     if type(left) is not type(right):
-        return ValueDifference("", left, right)
+        return False
+    if isinstance(left, (torch.Tensor, np.ndarray)) and (left.dtype != right.dtype or left.shape != right.shape):
+        return False
     if isinstance(left, torch.Tensor):
-        return tensor_difference(left, right)
-    if isinstance(left, dict) and left.keys() == right.keys():
-        return _first_difference((key, value, right[key]) for key, value in left.items())
-    if isinstance(left, (list, tuple)) and len(left) == len(right):
-        return _first_difference(zip(range(len(left)), left, right))
-    if isinstance(left, np.ndarray):
-        is_equal = left.dtype == right.dtype and left.shape == right.shape and left.tobytes() == right.tobytes()
-    else:
-        is_equal = not isinstance(left, (dict, list, tuple)) and (left == right or (left != left and right != right))
-    return None if is_equal else ValueDifference("", left, right)
+        with contextlib.suppress(NotImplementedError):  # of float8
+            if torch.equal(left, right.to(left.device)):
+                return True
+        return torch.equal(raw_bytes(left), raw_bytes(right))  # equal bytes: the same NaN
+    if isinstance(left, np.ndarray) and left.dtype != object:
+        return left.tobytes() == right.tobytes()
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(is_same(value, right[key]) for key, value in left.items())
+    if isinstance(left, (list, tuple, np.ndarray)):
+        return len(left) == len(right) and all(map(is_same, left, right))
+    return bool(left == right or (left != left and right != right))
 
 
-def _first_difference(items: Any) -> ValueDifference | None:
-    for key, left, right in items:
-        if (differing := value_difference(left, right)) is not None:
-            return differing._replace(path=f"[{_shortened(key, 40)}]{differing.path}")
-    return None
-
-
-def tensor_difference(left: torch.Tensor, right: torch.Tensor) -> ValueDifference | None:
-    """The first entry in which two tensors differ; gradients and devices do not count."""
-    if left is right:
-        return None
+def first_other_row(left: Any, right: Any) -> int | None:
+    """The first row in which two fields of equal shape and dtype differ; None if their rows cannot be compared."""
     if left.dtype != right.dtype or left.shape != right.shape:
-        return ValueDifference("", left, right)
-    left, right = left.detach(), right.detach().to(left.device)
-    with contextlib.suppress(NotImplementedError):  # of float8
-        if torch.equal(left, right):
-            return None
-    differs = (raw_bytes(left) != raw_bytes(right)).view(-1, left.itemsize).any(dim=1)  # equal bytes: the same NaN
-    if not differs.any():
         return None
-    entry = tuple(int(i) for i in np.unravel_index(int(differs.nonzero()[0]), left.shape))
-    return ValueDifference(f"[{', '.join(map(str, entry))}]" if entry else "", left[entry].item(), right[entry].item())
+    return next((row for row in range(len(left)) if not is_same(left[row], right[row])), None)
+
+
+def shown(value: Any) -> str:
+    """A value for a message."""
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        return f"{list(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+    return end_cut(repr(value), 120)
 
 
 def merged_meta(metas: Sequence[Mapping[str, Any]], verb: str) -> dict[str, Any]:
@@ -146,11 +74,10 @@ def merged_meta(metas: Sequence[Mapping[str, Any]], verb: str) -> dict[str, Any]
     merged: dict[str, Any] = {}
     for meta in metas:
         for key, value in meta.items():
-            if (differing := value_difference(merged.setdefault(key, value), value)) is not None:
-                one, other = differing.texts()
+            if not is_same(merged.setdefault(key, value), value):
                 raise DataProtoValidationError(
-                    f"meta_info `{key}`{differing.path} is {one} in one batch of this {verb} and {other} in another: "
-                    "pop it from one of them."
+                    f"meta_info `{key}` is {shown(merged[key])} in one batch of this {verb} and {shown(value)} in "
+                    "another: pop it from one of them."
                 )
     return merged
 
@@ -188,7 +115,7 @@ def join_tensors(
         alike = tensor.ndim == first.ndim and (field is not None or tensor.shape[1:] == first.shape[1:])
         if tensor.dtype != first.dtype or not alike:
             by = f" by {maker}" if maker else ""
-            raise contract_error(name, f"{_kind(first)} as in another part{by}", _kind(tensor), source)
+            raise contract_error(name, f"{shown(first)} as in another part{by}", shown(tensor), source)
     shapes = [tensor.shape for tensor, _ in columns]
     is_even = len({shape[1:] for shape in shapes}) == 1 and not ("S" in dims and len(set(lengths)) > 1)
     if is_even and indices is None:
@@ -253,7 +180,7 @@ def join_ragged(
     """
     first, maker = next((field, source) for field, _, source in columns if field is not None)
     for field, _, source in columns:
-        if field is not None and _kind(field.values[:0]) != _kind(first.values[:0]):
+        if field is not None and shown(field.values[:0]) != shown(first.values[:0]):
             by = f" by {maker}" if maker else ""
             raise contract_error(name, f"{first} as in another part{by}", str(field), source)
     joined = Ragged.concat(Ragged.empty(first, rows) if field is None else field for field, rows, _ in columns)
@@ -264,7 +191,3 @@ def _pad_value(field: Field | None, meta_info: Mapping[str, Any]) -> Any:
     if field is None:
         return 0
     return meta_info.get("pad_token_id", 0) if field.pad == "pad_token" else field.pad
-
-
-def _kind(tensor: torch.Tensor) -> str:
-    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"

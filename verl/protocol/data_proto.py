@@ -11,7 +11,7 @@ field with that dim.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -23,15 +23,15 @@ import torch
 from verl import config
 from verl.errors import DataProtoValidationError
 from verl.protocol.concat import (
-    ValueDifference,
-    column_difference,
+    first_other_row,
     in_threads,
+    is_same,
     join_arrays,
     join_ragged,
     join_tensors,
     lengths_of,
     merged_meta,
-    tensor_difference,
+    shown,
 )
 from verl.protocol.fields import Bound, bound_dims, check_ragged, check_rows, check_tensor
 from verl.protocol.provenance import Source, contract_error, source_of, source_of_caller
@@ -112,14 +112,6 @@ class DataProto:
         source = source_of_caller() if producer is None else source_of(producer)
         fields = dict(tensors or {}), dict(non_tensors or {}), dict(meta_info or {})
         return cls()._made(*fields, dict(ragged or {}), source)
-
-    @classmethod
-    def from_single_dict(cls, data: Mapping[str, Any], meta_info: Mapping[str, Any] | None = None) -> DataProto:
-        """Make a batch from tensors and arrays in one dict, and check it."""
-        tensors = {name: value for name, value in data.items() if isinstance(value, torch.Tensor)}
-        ragged = {name: value for name, value in data.items() if isinstance(value, Ragged)}
-        others = {name: value for name, value in data.items() if name not in tensors and name not in ragged}
-        return cls()._made(tensors, others, dict(meta_info or {}), ragged, source_of_caller())
 
     def _made(self, tensors: dict, columns: dict, meta_info: dict, ragged: dict, source: Source) -> DataProto:
         for name in columns.keys() & tensors.keys() or (ragged and ragged.keys() & {**tensors, **columns}.keys()):
@@ -229,24 +221,6 @@ class DataProto:
         self._fill(*remaining._fields())
         return popped
 
-    def rename(self, old: str | Sequence[str], new: str | Sequence[str]) -> DataProto:
-        """Rename fields from `old` to `new`; their producers are kept."""
-        olds = [old] if isinstance(old, str) else list(old)
-        news = [new] if isinstance(new, str) else list(new)
-        for name in olds:
-            self.producer(name)  # raises for a missing field
-        names: dict[str, str] = {name: name for name in self._names()} | dict(zip(olds, news))
-        if len(set(names.values())) < len(names) or len(olds) != len(news):
-            raise DataProtoValidationError(
-                f"rename of {olds} to {news}: expected one new name for each, different from the others of "
-                f"{', '.join(names)}."
-            )
-        tensors = {names[name]: tensor for name, tensor in self._tensors.items()}
-        arrays = {names[name]: array for name, array in self._arrays.items()}
-        ragged = {names[name]: field for name, field in self._ragged.items()}
-        sources = {names[name]: source for name, source in self._sources.items() if name in names}
-        return DataProto()._fill(tensors, arrays, dict(self.meta_info), sources, {}, ragged).check()
-
     def union(self, *others: DataProto) -> DataProto:
         """A batch with the fields of all batches.
 
@@ -262,8 +236,8 @@ class DataProto:
             sources = {**other._sources, **sources}
             for name, tensor in other._tensors.items():
                 if name in tensors:
-                    if (difference := tensor_difference(tensors[name], tensor)) is not None:
-                        raise _conflict(name, tensors[name], sources, other, difference)
+                    if not is_same(tensors[name], tensor):
+                        raise _conflict(name, tensors[name], sources, other, first_other_row(tensors[name], tensor))
                     continue
                 if name in arrays or name in ragged:
                     raise _conflict(name, arrays.get(name, ragged.get(name)), sources, other)
@@ -273,8 +247,8 @@ class DataProto:
                 if name in tensors or name in ragged:
                     raise _conflict(name, tensors.get(name, ragged.get(name)), sources, other)
                 if name in arrays:
-                    if (differing := column_difference(arrays[name], array)) is not None:
-                        raise _conflict(name, arrays[name], sources, other, differing[1], differing[0])
+                    if not is_same(arrays[name], array):
+                        raise _conflict(name, arrays[name], sources, other, first_other_row(arrays[name], array))
                     continue
                 check_rows(name, len(array), bound, sources)
                 arrays[name] = array
@@ -283,7 +257,7 @@ class DataProto:
                     raise _conflict(name, tensors.get(name, arrays.get(name)), sources, other)
                 check_ragged(name, field, bound, sources)
                 if (row := ragged.setdefault(name, field).first_difference(field)) is not None:
-                    raise _conflict(name, ragged[name], sources, other, row=row)
+                    raise _conflict(name, ragged[name], sources, other, row)
         meta_info = merged_meta([self.meta_info, *(other.meta_info for other in others)], "union")
         if config.strict_data_check:
             new = (tensors.keys() | ragged.keys()) - self._tensors.keys() - self._ragged.keys()
@@ -292,25 +266,9 @@ class DataProto:
 
     # Choosing and joining rows
 
-    def reorder(self, indices: Indices) -> DataProto:
-        """Permute the rows.
-
-        Raises:
-            DataProtoValidationError: `indices` is not a permutation of the rows.
-        """
-        order = row_indices(indices, len(self))
-        if not torch.equal(order.sort().values, torch.arange(len(self))):
-            raise DataProtoValidationError(
-                f"reorder needs each of the {len(self)} rows once, got {len(order)} indices. Use data[indices]."
-            )
-        return self._take(order)
-
-    def repeat(self, n: int, interleave: bool = True) -> DataProto:
-        """Each row n times: `a a b b` interleaved, `a b a b` otherwise."""
-        if n < 0:
-            raise DataProtoValidationError(f"repeat({n}): expected 0 or more.")
-        rows = torch.arange(len(self))
-        return self._take(rows.repeat_interleave(n) if interleave else rows.repeat(n))
+    def repeat(self, n: int) -> DataProto:
+        """Each row n times: `a a b b`."""
+        return self._take(torch.arange(len(self)).repeat_interleave(n))
 
     def chunk(self, k: int) -> list[DataProto]:
         """Split into exactly k parts in order, whose row counts differ by at most one; parts may be empty."""
@@ -319,12 +277,6 @@ class DataProto:
         base, longer = divmod(len(self), k)
         starts = [part * base + min(part, longer) for part in range(k + 1)]
         return [self[start:end] for start, end in pairwise(starts)]
-
-    def split(self, size: int) -> list[DataProto]:
-        """Split into parts of `size` rows in order; the last one has the rest."""
-        if size < 1:
-            raise DataProtoValidationError(f"split({size}): expected at least 1 row per part.")
-        return [self[start : start + size] for start in range(0, max(len(self), 1), size)]
 
     @staticmethod
     def concat(parts: Iterable[DataProto], indices: Sequence[torch.Tensor] | None = None) -> DataProto:
@@ -370,32 +322,6 @@ class DataProto:
             {name: source for part in reversed(filled) for name, source in part._sources.items()} if ragged else None
         )
         return first._with_fields(tensors, arrays, meta_info, ragged, sources)
-
-    def make_iterator(
-        self, mini_batch_size: int, epochs: int = 1, seed: int | None = None, shuffle: bool | None = None
-    ) -> Iterator[DataProto]:
-        """Mini-batches of the rows, `epochs` times over; the last of an epoch may be smaller.
-
-        Args:
-            mini_batch_size: rows of a mini-batch.
-            epochs: number of passes over the rows.
-            seed: of the permutations, one per epoch; global generators are not used.
-            shuffle: None shuffles if there is a seed.
-        """
-        shuffle = seed is not None if shuffle is None else shuffle
-        if mini_batch_size < 1 or (shuffle and seed is None):
-            raise DataProtoValidationError(
-                f"make_iterator(mini_batch_size={mini_batch_size}, seed={seed}, shuffle={shuffle}): "
-                "expected at least 1 row, and a seed to shuffle."
-            )
-        generator = torch.Generator().manual_seed(seed) if shuffle and seed is not None else None
-        return self._mini_batches(mini_batch_size, epochs, generator)
-
-    def _mini_batches(self, size: int, epochs: int, generator: torch.Generator | None) -> Iterator[DataProto]:
-        for _ in range(epochs):
-            rows = None if generator is None else torch.randperm(len(self), generator=generator)
-            for start in range(0, len(self), size):
-                yield self[start : start + size] if rows is None else self._take(rows[start : start + size])
 
     # Moving and keeping
 
@@ -491,37 +417,17 @@ class DataProto:
 
 
 def _conflict(
-    name: str,
-    held: Any,
-    sources: Mapping[str, Source],
-    other: DataProto,
-    difference: ValueDifference | None = None,
-    row: int | None = None,
+    name: str, held: Any, sources: Mapping[str, Source], other: DataProto, row: int | None = None
 ) -> DataProtoValidationError:
     """The error for a field of a batch that differs from the one that those before it have."""
     source = other._sources.get(name)
-    mine, theirs = _described(held, sources.get(name)), _described(other[name], source)
-    if difference is not None and (row is not None or difference.path):
-        text, other_text = difference.texts()
-        where = f"{name}{'' if row is None else f'[{row}]'}{difference.path}"
-        mine, theirs = f"{text} at {where}; {mine}", f"{other_text} at {where}; {theirs}"
-        row = row if row is not None else int(difference.path[1:-1].split(",")[0])
+    mine, theirs = _described(held, sources.get(name), row), _described(other[name], source, row)
     expected, value = f"the values it has already: {mine}", f"other values: {theirs}. To replace a field, pop it first."
     return contract_error(name, expected, value, source, row)
 
 
-def _described(value: Any, source: Source | None) -> str:
-    kind = str(value) if isinstance(value, Ragged) else f"{list(value.shape)} {str(value.dtype).removeprefix('torch.')}"
-    return f"{kind} by {source}" if source else kind
-
-
-def pad_to_divisor(data: DataProto, k: int) -> tuple[DataProto, int]:
-    """Append copies of the first rows until k divides the number of rows; returns the batch and the number added."""
-    pad_size = -len(data) % k
-    rows = torch.arange(len(data) + pad_size) % max(len(data), 1)
-    return (data._take(rows) if pad_size else data), pad_size
-
-
-def unpad(data: DataProto, pad_size: int) -> DataProto:
-    """Drop the rows that `pad_to_divisor` added."""
-    return data[: len(data) - pad_size]
+def _described(value: Any, source: Source | None, row: int | None) -> str:
+    text = str(value) if isinstance(value, Ragged) else shown(value)
+    if row is not None and not isinstance(value, Ragged):
+        text += f", {shown(value[row].tolist() if isinstance(value, torch.Tensor) else value[row])} in row {row}"
+    return f"{text} by {source}" if source else text
