@@ -131,7 +131,7 @@ REFUSED = [  # kind, settings, and what is blamed if not the last of them
     *((Retention, {name: 0}) for name in ("keep_last_n", "keep_every")),
     (Retention, {"best_mode": "most"}),
     (Monitoring, {"max_skips": 0}),
-    (Monitoring, {"max_dumps": -1}), (Monitoring, {"dump_rows": 0}),
+    (Monitoring, {"max_dumps": -1}),
     (Monitoring, {"plant_nan_at": 0}), (Monitoring, {"on_non_finite": "ignore"}),
     (Console, {"sample_rows": -1}),
     (TensorBoard, {"flush_s": 0}),

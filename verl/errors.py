@@ -6,7 +6,6 @@ VerlError
 ├── SandboxError (RuntimeError)               a program could not be run in the sandbox
 ├── RewardError (ValueError)                  a reward function raised, or returned an invalid result
 ├── NonFiniteError (FloatingPointError)       a loss, gradient, log-prob or advantage is not a finite number
-│   └── NonFiniteRewardError (RewardError)    a reward is not a finite number
 ├── WorkerError (RuntimeError)                a role failed in another process; carries that process's traceback
 │   └── WorkerDied                            the process itself is gone
 │       └── WorkerHung                        it exists but does not answer
@@ -174,21 +173,6 @@ class RewardError(VerlError, ValueError):
 
 class NonFiniteError(VerlError, FloatingPointError):
     """A number used in training is not finite; the weights are unchanged."""
-
-
-class NonFiniteRewardError(RewardError, NonFiniteError):
-    """A reward function returned numbers that are not finite.
-
-    Args:
-        rows: indices of the rows in the batch.
-    """
-
-    def __init__(self, message: str, rows: Sequence[int] = ()):
-        self.rows = tuple(rows)
-        super().__init__(message)
-
-    def __reduce__(self):
-        return type(self), (str(self), self.rows)
 
 
 class WorkerError(VerlError, RuntimeError):

@@ -292,7 +292,7 @@ def components_of(node):
         (["+actor.lora={_target_:verl.models.lora.LoRA,rank:4}"], "actor.lora.alpha", 16.0),
         (["trainer.seed=${rollout.top_k}"], "trainer.seed", 0),  # a reference to a field that no file names
         (["trainer={safety:{max_skips:7}}"], "trainer.safety.max_skips", 7),
-        (["trainer.safety={max_skips:7}"], "trainer.safety.dump_rows", 16),
+        (["trainer.safety={max_skips:7}"], "trainer.safety.max_dumps", 10),
         (["~trainer.save_final"], "trainer.save_final", True),
         (["algorithm=dr_grpo"], "algorithm.policy_loss._target_", "verl.algorithms.losses.PPOClip"),
         (["algorithm=cispo"], "algorithm.policy_loss.clip_high", 4.0),

@@ -13,6 +13,7 @@ from verl.component import BuildContext
 from verl.compose.compose import compose_root
 from verl.compose.validate import validate
 from verl.engines.sharding import DDP
+from verl.protocol import DataProto
 from verl.trainer.timers import Profile
 
 
@@ -34,7 +35,11 @@ def test_a_planted_nan_is_skipped_told_and_kept(model32, tmp_path):
     skipped = [line.get("safety/skipped_updates") for line in read_lines(tmp_path / "metrics.jsonl")]
     assert skipped == [None, 3, None, None]
     kept = list((tmp_path / "anomalies").iterdir())
-    assert [len(read_lines(directory / "rows.jsonl")) for directory in kept] == [2, 2, 2]  # whole mini-batches
+    assert [len(DataProto.load(directory / "batch.safetensors")) for directory in kept] == [
+        2,
+        2,
+        2,
+    ]  # whole mini-batches
 
 
 @pytest.mark.exhaustive

@@ -209,12 +209,7 @@ def keeps_state(part: Any) -> bool:
 
 def built_part(part: Description, context: BuildContext) -> Any:
     """The running object of an estimator or loss; a description with state of its own is copied, for this run alone."""
-    return copied_state(part).build(context)
-
-
-def copied_state(part: Any) -> Any:
-    """A copy of a part with state, to go back to; the part itself where it has none."""
-    return copy.deepcopy(part) if keeps_state(part) else part
+    return (copy.deepcopy(part) if keeps_state(part) else part).build(context)
 
 
 class PartState:

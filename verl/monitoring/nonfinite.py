@@ -1,32 +1,30 @@
-"""NonFiniteGuard: stops or skips steps with non-finite numbers, and dumps the batches that caused them."""
+"""NonFiniteGuard: stops a run at non-finite numbers or skips an update, and dumps the batches that caused them."""
 
 from __future__ import annotations
 
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from verl.errors import LogProbGapError, NonFiniteError, NonFiniteRewardError
+from verl.errors import LogProbGapError, NonFiniteError
 from verl.model_paths.check import beyond_noise, chosen_rows, longest_row, row_gaps
 from verl.models.parallel_info import Numerics
-from verl.monitoring.batch_dump import Attribution, BatchDump, blame_for, described, non_finite_fields
+from verl.monitoring.batch_dump import BatchDump
 from verl.monitoring.config import Monitoring
 from verl.monitoring.log_prob_gap import GAP, LARGEST, Excess, GapWatch, where_gaps_lie
 from verl.protocol import DataProto
 
 _log = logging.getLogger(__name__)
-
-Ranking = Callable[[str, DataProto], Attribution]
-
-
-class StepSkipped(Exception):
-    """The current training step is skipped; the loop continues with the next one."""
+# What training reads of an experience. Entropies are not among it: of a token that cannot be sampled they may be nan.
+TRAINED_ON = (
+    "token_level_scores", "greedy_scores", "old_log_probs", "ref_log_probs", "values",
+    "token_level_rewards", "advantages", "returns",
+)  # fmt: skip
 
 
 class NonFiniteGuard:
@@ -35,20 +33,17 @@ class NonFiniteGuard:
     Args:
         settings: what to do.
         run_dir: batches are written below it.
-        tokenizer: decodes batches without texts.
-        ranking: ranks the rows of a batch by their contribution to a metric.
 
     Attributes:
         step: current training step; set by the trainer.
         numerics: of trainer and engine, which the limit of the log-prob gap depends on; set by the trainer.
     """
 
-    def __init__(self, settings: Monitoring, run_dir: Path, tokenizer: Any, ranking: Ranking = blame_for):
+    def __init__(self, settings: Monitoring, run_dir: Path):
         self.settings, self.step = settings, 0
         self.numerics: Numerics | None = None
         self._gap = None if settings.log_prob_gap is None else GapWatch(settings.log_prob_gap)
         self._longest_compared = 0  # tokens of a row
-        self._tokenizer, self._ranking = tokenizer, ranking
         self._anomalies = BatchDump(run_dir, settings.max_dumps)
         self._in_a_row: Counter[str] = Counter()
         self._counts: Counter[str] = Counter()
@@ -59,40 +54,19 @@ class NonFiniteGuard:
             return rows
         return rows.union(DataProto.from_dict(meta_info={"plant_nan": True}))
 
-    @contextmanager
-    def reward_errors(self, rows: DataProto) -> Iterator[None]:
-        """Around a reward: what is not finite stops the run or skips the step. `inspect` ends a row of skips.
-
-        Raises:
-            NonFiniteRewardError: the reward's own, with the place of the batch.
-            StepSkipped: the settings skip.
-        """
-        try:
-            yield
-        except NonFiniteRewardError as error:
-            blamed = torch.zeros(len(rows))
-            blamed[list(error.rows)] = 1.0
-            dump = self._dump("reward", str(error), rows, [Attribution("their reward is not finite", blamed)])
-            if self._skips("reward", f"{len(error.rows) or 'some'} rewards are not finite", dump):
-                raise StepSkipped from error
-            raise NonFiniteRewardError(f"{error}{_at(dump)}", error.rows) from error
-
     def inspect(self, batch: DataProto, what: str) -> None:
         """Check the numbers that training reads, before it reads them.
 
         Raises:
             NonFiniteError: one is not finite, with its field, its rows, and the place of the batch.
-            StepSkipped: the settings skip.
         """
-        wrong = non_finite_fields(batch)
-        if not wrong:
-            self._in_a_row[what] = 0
+        fields = ((name, batch[name]) for name in TRAINED_ON if name in batch.batch and len(batch))
+        rows = {name: (~torch.isfinite(x)).reshape(len(x), -1).any(dim=1).nonzero().flatten() for name, x in fields}
+        places = [f"{name} at {_rows(wrong.tolist())}" for name, wrong in rows.items() if len(wrong)]
+        if not places:
             return
-        places = (f"{name} at {_rows(torch.nonzero(count).flatten().tolist())}" for name, count in wrong.items())
         story = f"not finite: {'; '.join(places)}"
-        dump = self._dump(what, story, batch, [self._ranking(what, batch)])
-        if self._skips(what, story, dump):
-            raise StepSkipped
+        dump = self._dump(what, story, batch)
         raise NonFiniteError(f"Step {self.step}: {story}. The weights are as they were.{_at(dump)}")
 
     def compare(self, rows: DataProto, plain: Callable[[DataProto, bool], DataProto]) -> None:
@@ -143,8 +117,7 @@ class NonFiniteGuard:
             self._in_a_row[role] = 0
             return
         story = ", ".join(f"{role}/{key} is {x}" for key, x in metrics.items() if not math.isfinite(x))
-        rows = batch()
-        dump = None if self._anomalies.is_full else self._dump(role, story, rows, [self._ranking(f"{role}/loss", rows)])
+        dump = None if self._anomalies.is_full else self._dump(role, story, batch())
         if not self._skips(role, story, dump):
             raise NonFiniteError(f"Step {self.step}: {story}. The weights are as they were before.{_at(dump)}")
 
@@ -187,7 +160,7 @@ class NonFiniteGuard:
         if not (is_news or stops):
             return
         where = where_gaps_lie(batch)
-        dump = self._dump("log_prob_gap", f"{excess}{where}", batch, [self._ranking(GAP, batch)])
+        dump = self._dump("log_prob_gap", f"{excess}{where}", batch)
         message = f"Step {self.step}: {excess}{where} {excess.causes(where)}{_at(dump)}"
         if stops:
             raise LogProbGapError(f"{message} The actor's weights are as they were.", excess.gap, excess.limit)
@@ -211,29 +184,20 @@ class NonFiniteGuard:
         if self._gap is not None:
             self._gap.load_state_dict(state.get("log_prob_gap", {}))
 
-    def _skips(self, kind: str, story: str, dump: Path | None) -> bool:
+    def _skips(self, role: str, story: str, dump: Path | None) -> bool:
         """Whether to go on. Counts, tells, and says no to one skip too many."""
         if self.settings.on_non_finite == "stop":
             return False
-        self._in_a_row[kind] += 1
-        if self._in_a_row[kind] > self.settings.max_skips:
+        self._in_a_row[role] += 1
+        if self._in_a_row[role] > self.settings.max_skips:
             _log.error("Skipped %d times in a row (trainer.safety.max_skips): stopping.", self.settings.max_skips)
             return False
-        is_update = kind in ("actor", "critic", "sft", "preference")
-        self._counts["skipped_updates" if is_update else "skipped_steps"] += 1
-        _log.warning("Step %d skips %s: %s.%s", self.step, "an update" if is_update else "itself", story, _at(dump))
+        self._counts["skipped_updates"] += 1
+        _log.warning("Step %d skips an update: %s.%s", self.step, story, _at(dump))
         return True
 
-    def _dump(self, what: str, story: str, batch: DataProto, blames: list[Attribution]) -> Path | None:
-        count, rows = max(1, self.settings.dump_rows // len(blames)), []
-        for blame in blames:
-            rows += [described(batch, row, float(blame.weights[row]), self._decode) for row in blame.worst(count)]
-        reason = "; ".join(dict.fromkeys(blame.reason for blame in blames))
-        title = f"Step {self.step}: {what}"
-        return self._anomalies.write(f"step_{self.step}_{what}", title, story, batch, rows, reason)
-
-    def _decode(self, tokens: Any) -> str:
-        return self._tokenizer.decode(tokens, skip_special_tokens=False)
+    def _dump(self, what: str, story: str, batch: DataProto) -> Path | None:
+        return self._anomalies.write(f"step_{self.step}_{what}", f"Step {self.step}: {what}", story, batch)
 
 
 def is_finite(metrics: Mapping[str, float]) -> bool:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from verl.component import Description, component
-from verl.errors import NonFiniteRewardError, RewardError
+from verl.errors import RewardError
 from verl.ops.masking import last_true
 from verl.protocol import DataProto
 from verl.protocol.provenance import Source, source_of
@@ -37,7 +37,7 @@ def checked_scores(
         function: the function, for the message.
     Raises:
         RewardError: the result is anything else; names the first sample at fault with its texts, and the line where the
-            function is defined. NonFiniteRewardError for a number that is not finite.
+            function is defined.
     """
     count = len(responses)
     expected = f"{count} finite numbers, one for each response"
@@ -53,9 +53,7 @@ def checked_scores(
         number = np.nan if item is None else _number(item)
         if item is not None and (number is None or not abs(number) <= LARGEST):
             description = f"{shown(item)}{f' of type {type(item).__name__}' if number is None else ''}"
-            error = reward_error(expected, description, function, prompts, responses, index)
-            not_finite = [row for row, x in enumerate(map(_number, items)) if x is not None and not abs(x) <= LARGEST]
-            raise error if number is None else NonFiniteRewardError(str(error), not_finite)
+            raise reward_error(expected, description, function, prompts, responses, index)
         scores[index] = number
     return scores
 
@@ -106,8 +104,7 @@ def checked_token_scores(
         prompts, responses: B texts each, for the message.
         function: the function, for the message.
     Raises:
-        RewardError: the rewards are missing, have another shape or type, or are not 0 on padding. NonFiniteRewardError
-            if they are not finite.
+        RewardError: the rewards are missing, have another shape or type, are not finite, or not 0 on padding.
     """
     tensors = {"token_level_rewards": result} if isinstance(result, torch.Tensor) else getattr(result, "batch", None)
     if tensors is None:
@@ -129,8 +126,7 @@ def checked_token_scores(
         if rows := torch.nonzero(wrong.any(dim=1)).flatten().tolist():
             position = int(torch.nonzero(wrong[rows[0]]).flatten()[0])
             described = f"{words}, {scores[rows[0], position].item():g} at position {position} of the response"
-            error = reward_error(TOKEN_REWARDS, described, function, prompts, responses, rows[0])
-            raise NonFiniteRewardError(str(error), rows) if "finite" in words else error
+            raise reward_error(TOKEN_REWARDS, described, function, prompts, responses, rows[0])
     return scores
 
 

@@ -24,7 +24,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from verl.errors import NonFiniteRewardError, RewardError, error_text
+from verl.errors import RewardError, error_text
 from verl.protocol import DataProto
 from verl.protocol.provenance import Source
 from verl.protocol.user_function import Signature
@@ -300,8 +300,7 @@ class SampleReward(Reward):
         outcomes = self.pool.score(samples, stop_at_failure=self.error_score is None)
         failures = {index: fault for index, outcome in enumerate(outcomes) if (fault := _failure(outcome)) is not None}
         if failures:
-            numbers = [index for index in failures if (o := outcomes[index]) is not None and o.failure is None]
-            self._report(failures, prompts, responses, numbers)
+            self._report(failures, prompts, responses)
         scores = [
             self.error_score if index in failures or outcome is None else outcome.score
             for index, outcome in enumerate(outcomes)
@@ -314,12 +313,12 @@ class SampleReward(Reward):
     def close(self) -> None:
         self.pool.close()
 
-    def _report(self, failures: dict[int, str], prompts: list[str], responses: list[str], numbers: list[int]) -> None:
-        """Raise or warn. `numbers`: indices of failures whose score is a number that is not finite."""
+    def _report(self, failures: dict[int, str], prompts: list[str], responses: list[str]) -> None:
+        """Raise or warn."""
         first = min(failures)
         error = reward_error(EXPECTED, failures[first], self.function, prompts, responses, first)
         if self.error_score is None:
-            raise NonFiniteRewardError(str(error), numbers) if first in numbers else error
+            raise error
         _log.warning(
             "%d of %d samples failed and get error_score %g. The first of them:\n%s",
             len(failures), len(responses), self.error_score, error,

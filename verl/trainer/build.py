@@ -294,7 +294,7 @@ class PolicyTrainer(LoopTrainer):
         `advantage`, `replay`, `sampling`), and the guards of the stages.
         """
         self._divide_threads(run)
-        self.guards = PPOGuards(self, NonFiniteGuard(run.trainer.safety, self.run_dir, self.tokenizer))
+        self.guards = PPOGuards(self, NonFiniteGuard(run.trainer.safety, self.run_dir))
         self.kl, self.advantage = run.algorithm.kl.build(context), built_part(run.algorithm.advantage, context)
         self.replay = ReplayMixing(run, context, self.saving.directory)
         plan = self._plan(context)

@@ -7,11 +7,10 @@ first one innermost:
 
 stage             guards
 step              before: the number of the step; after: the log-prob gap where updates measured it
-compute_rewards   around: a reward that raises because a number is not finite
 reward_rows       after: rewards that are not finite
 run_roles         before: log-probs of the rollout engine against a plain forward pass
 score             after: log-probs and values that are not finite
-advantages        after: advantages that are not finite; the state of KL control and estimator is restored
+advantages        after: advantages that are not finite
 observe           after: the log-prob gap of the step where it is known before the updates
 optimizer_step    before: an injected fault, the log-prob gap that an update may have; after: a step that the engine
                   skipped because a number was not finite, or the gap too large
@@ -27,12 +26,10 @@ from collections.abc import Callable, Generator
 from contextlib import suppress
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from verl.algorithms.functions import copied_state
-from verl.errors import NonFiniteError
-from verl.monitoring.nonfinite import NonFiniteGuard, StepSkipped
+from verl.monitoring.nonfinite import NonFiniteGuard
 from verl.protocol import DataProto
 
-STAGES = ("step", "compute_rewards", "reward_rows", "run_roles", "score", "advantages", "observe", "optimizer_step")
+STAGES = ("step", "reward_rows", "run_roles", "score", "advantages", "observe", "optimizer_step")
 
 Guard = Callable[..., Generator[Any, Any, None]]
 T = TypeVar("T")
@@ -106,12 +103,8 @@ class PPOGuards(Guards):
 
     def __init__(self, trainer: Any, monitor: NonFiniteGuard):
         super().__init__(trainer, monitor)
-        for name in ("compute_rewards", "reward_rows", "run_roles", "score", "advantages", "observe", "optimizer_step"):
+        for name in ("reward_rows", "run_roles", "score", "advantages", "observe", "optimizer_step"):
             self.of_stage[name].append(getattr(self, name))
-
-    def compute_rewards(self, rows: DataProto, step: int) -> Generator[None, DataProto, None]:
-        with self.monitor.reward_errors(rows):
-            yield
 
     def reward_rows(self, rows: DataProto) -> Generator[None, DataProto, None]:
         self.monitor.inspect((yield), "reward")
@@ -124,14 +117,8 @@ class PPOGuards(Guards):
         self.monitor.inspect((yield), "score")
 
     def advantages(self, scored: DataProto) -> Generator[None, tuple[DataProto, Any], None]:
-        trainer = self.trainer
-        before = copy.copy(trainer.kl), copied_state(trainer.advantage)
         experience, _ = yield
-        try:
-            self.monitor.inspect(experience, "credit")
-        except (NonFiniteError, StepSkipped):
-            trainer.kl, trainer.advantage = before
-            raise
+        self.monitor.inspect(experience, "credit")
         self.trained_on = experience
 
     def observe(self, experience: DataProto, step: int) -> Generator[None, dict[str, float], None]:

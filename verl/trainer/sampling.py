@@ -95,7 +95,7 @@ class Sampling:
             rows = self._respond(prompts, request)
             if self.algorithm.needs_greedy_baseline:
                 greedy = self._respond(prompts, replace(request, num_samples=1, greedy=True))
-                scores = torch.tensor(self.compute_rewards(greedy, 0)["score"].astype(float))
+                scores = torch.tensor(self.rewards.scored(greedy, 0)["score"].astype(float))
                 baseline = {"greedy_scores": scores.repeat_interleave(request.num_samples)}
                 rows = rows.union(DataProto.from_dict(baseline))
             tokens = int(rows["response_mask"].sum())
@@ -143,7 +143,7 @@ class Sampling:
     @stage
     def reward_rows(self, rollout: DataProto) -> DataProto:
         """The rows with a reward, and a greedy baseline if used; rows with None are left out."""
-        rollout = self.compute_rewards(rollout, self._step)
+        rollout = self.rewards.scored(rollout, self._step)
         has_none = torch.tensor(np.isnan(rollout["score"].astype(float)))
         has_none &= rollout["token_level_scores"].isfinite().all(dim=1)  # else the reward is not finite
         if "greedy_scores" in rollout:
@@ -153,11 +153,6 @@ class Sampling:
         if has_none.all():
             self.stages.tracker.message(f"Step {self._step}: none of {len(rollout)} responses has a reward (None).")
         return rollout[~has_none] if has_none.any() else rollout
-
-    @stage
-    def compute_rewards(self, rows: DataProto, step: int) -> DataProto:
-        """Responses with rewards, NaN for None; `step` is 0 for rows that were not announced by `expect`."""
-        return self.rewards.scored(rows, step)
 
     def evaluate(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
         """Responses with rewards, for an evaluation."""

@@ -25,7 +25,6 @@ from verl.engines.sharding import Sharding
 from verl.errors import ConfigError, faults_below
 from verl.models.interfaces import tokenizer_fault
 from verl.models.own_module import ModuleModel
-from verl.monitoring.batch_dump import Attribution
 from verl.monitoring.nonfinite import NonFiniteGuard
 from verl.protocol import DataProto
 from verl.storage.config import Storage
@@ -196,7 +195,7 @@ class SFTTrainer(LoopTrainer):
         self.tracker = run.tracker.build(context)
         self.stages = StageTimers(self.tracker)
         self.saving = prepare_saving(run, context, run.loss_key, self.uses, is_restart=bool(self.restarts))
-        self.guards = Guards(self, NonFiniteGuard(run.trainer.safety, self.run_dir, context.tokenizer, self._blame))
+        self.guards = Guards(self, NonFiniteGuard(run.trainer.safety, self.run_dir))
         self._plan(context)
         restore = restore_of(self.saving)
         host = self.host(run, restore)
@@ -235,11 +234,6 @@ class SFTTrainer(LoopTrainer):
     def evaluation_metrics(self, records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         nll, correct, tokens = (sum(sums[name] for sums in records) for name in ("nll", "correct", "tokens"))
         return {"eval/loss": nll / tokens, "eval/token_accuracy": correct / tokens}
-
-    def _blame(self, metric: str, batch: DataProto) -> Attribution:
-        """Rows ranked by their loss under the current weights; a forward pass, only after a fault."""
-        sums = [self.learner.evaluate(batch[row]).result() for row in range(len(batch))]
-        return Attribution("loss per token", torch.tensor([x["nll"] / max(1.0, x["tokens"]) for x in sums]))
 
     @property
     def trained(self) -> dict[str, Any]:
@@ -372,7 +366,3 @@ class PreferenceTrainer(SFTTrainer):
             x["row_margins"].double() if "row_margins" in x else None,
         )
         return evaluated(self.loss, rows)
-
-    def _blame(self, metric: str, batch: DataProto) -> Attribution:
-        scores = self.learner.row_scores(batch).result()["row_scores"]
-        return Attribution("log-prob or score", scores.abs().nan_to_num(nan=math.inf))

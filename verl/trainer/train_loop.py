@@ -46,7 +46,6 @@ from verl.errors import (
     error_text,
 )
 from verl.models.pretrained import ModelSource
-from verl.monitoring.nonfinite import StepSkipped
 from verl.protocol import DataProto
 from verl.tracking.base import TrackerSet
 from verl.tracking.logging_setup import IN_RUN_LOG
@@ -447,10 +446,7 @@ class TrainLoop:
         if self._rows is None or not settings.repeat_first_batch:
             self._rows = trainer.sampler.next_batch()
         with self.profiler.step(step):
-            try:
-                metrics = trainer.step(trainer.train_data.collate(self._rows), step)
-            except StepSkipped:
-                metrics = {"perf/samples": 0.0}
+            metrics = trainer.step(trainer.train_data.collate(self._rows), step)
             took = time.perf_counter() - started
         metrics |= {
             **trainer.guards.monitor.take(),

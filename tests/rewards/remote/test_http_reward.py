@@ -11,7 +11,7 @@ from rewards import rated
 from trainer.runs import JSONL, fit, ppo_run, read_lines
 
 from verl.component import BuildContext
-from verl.errors import NonFiniteRewardError, RewardError
+from verl.errors import RewardError
 from verl.models.pretrained import Pretrained
 from verl.rewards.async_rewards import AsyncRewards
 from verl.rewards.remote.http_reward import HTTPReward
@@ -117,16 +117,16 @@ def test_a_sample_that_fails_for_good_ends_the_run_with_its_texts(bad, why, made
     assert f"Expected: one finite number for each response, from {server.url}/score" in message
     assert why in message
     assert "Sample: " in message
-    assert not isinstance(refused.value, NonFiniteRewardError)
     assert len(server.asked) == 3
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, 1e300])
-def test_a_score_that_is_not_finite_is_told_as_such_with_its_rows(number, made):
-    with serving(lambda asked: [number if item["response"] == "b" else 1.0 for item in asked.body]) as server:
-        with pytest.raises(NonFiniteRewardError) as refused:
-            made(server).score_tokens(batch_of(["a", "b"]))
-        assert refused.value.rows == (1,)
+def test_a_score_that_is_not_finite_is_told_as_such_with_its_row(number, made):
+    def answer(asked):
+        return [number if item["response"] == "b" else 1.0 for item in asked.body]
+
+    with serving(answer) as server, pytest.raises(RewardError, match=r"(?s)the score .*Sample: 1"):
+        made(server).score_tokens(batch_of(["a", "b"]))
 
 
 def test_a_sample_may_get_a_score_of_its_own_instead_and_is_counted(made, caplog):

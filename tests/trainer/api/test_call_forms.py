@@ -11,7 +11,7 @@ from verl.checkpoint.remote.transfer import tier_of
 from verl.compose.compose import compose_root
 from verl.compose.schema import conf_dir
 from verl.compose.validate import validate
-from verl.errors import ConfigError, NonFiniteRewardError, RewardError
+from verl.errors import ConfigError, RewardError
 from verl.protocol import DataProto
 from verl.rewards.function import CallableReward, RewardFunction
 from verl.rewards.rules import ExactMatch
@@ -196,7 +196,7 @@ def test_rewards_of_tokens_go_to_their_tokens_alone_in_a_sum_and_from_a_file(tmp
         (lambda mask: None, RewardError, "NoneType"),
         (lambda mask: {"rewards": mask.float()}, RewardError, "token_level_rewards"),
         (lambda mask: {"token_level_rewards": mask.float()[:, :1]}, RewardError, [2, 1]),
-        (lambda mask: {"token_level_rewards": mask * torch.nan}, NonFiniteRewardError, "finite"),
+        (lambda mask: {"token_level_rewards": mask * torch.nan}, RewardError, "finite"),
         (lambda mask: {"token_level_rewards": 1.0 + 0 * mask}, RewardError, "response_mask"),
     ],
 )

@@ -6,13 +6,11 @@ from typing import Any
 
 import pytest
 from same_training import course, newest, same_training, saved
-from trainer.runs import BRIEF_GRPO, GRPO_ALGORITHM, HeatingLoss, RunningBaseline, fit, ppo_run
+from trainer.runs import GRPO_ALGORITHM, HeatingLoss, RunningBaseline, fit
 
 from verl.checkpoint.resolve import resolve
-from verl.component import BuildContext
 from verl.engines.sharding import DDP
-from verl.errors import CheckpointCorrupt, NonFiniteError
-from verl.monitoring.nonfinite import NonFiniteGuard
+from verl.errors import CheckpointCorrupt
 from verl.trainer.state.driver_state import load_parts, place_of
 
 
@@ -91,19 +89,3 @@ def test_a_run_goes_on_bit_by_bit_with_the_state_that_its_part_had(algorithm, en
     point = whole / "checkpoints/global_step_2"
     resumed = finished(tmp_path / "resumed", model32, algorithm, resume=point, **options)
     same_training(saved(resumed), saved(whole), after=2)
-
-
-def test_a_step_that_is_skipped_leaves_the_state_as_it_was(model32, tmp_path, monkeypatch):
-    run = ppo_run(model32, dataclasses.replace(BRIEF_GRPO, advantage=RunningBaseline()))
-    with run.build(BuildContext(run_dir=tmp_path)) as trainer:
-        trainer.step(trainer.train_data.collate([0, 1]), 1)
-        assert trainer.advantage.count == 4
-
-        def refuse(guard, rows, where):
-            if where == "credit":
-                raise NonFiniteError("advantages")
-
-        monkeypatch.setattr(NonFiniteGuard, "inspect", refuse)
-        with pytest.raises(NonFiniteError):
-            trainer.step(trainer.train_data.collate([2, 3]), 2)
-        assert trainer.advantage.count == 4

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from verl.component import BuildContext, component
-from verl.errors import ConfigError, NonFiniteRewardError, RewardError, faults_below
+from verl.errors import ConfigError, RewardError, faults_below
 from verl.http_client.endpoint import Endpoint
 from verl.http_client.request import Kind, Request, RequestReport, RetryableAnswer, encoded
 from verl.protocol import DataProto
@@ -76,10 +76,6 @@ def as_text(value: Any) -> str:
     return str(value)
 
 
-class NotFinite(RetryableAnswer):
-    """The score is a number, but not finite."""
-
-
 def by_pattern(text: str, pattern: re.Pattern[str]) -> float:
     """The number in the last match of a pattern: its first group, or the whole match if it has no group.
 
@@ -128,7 +124,7 @@ def number(value: Any) -> float:
     """Convert a number, a bool or a text with a number to a float.
 
     Raises:
-        RetryableAnswer: the value is not a number; NotFinite if it is not finite.
+        RetryableAnswer: the value is not a finite number.
     """
     try:
         is_one = isinstance(value, (bool, int, float)) or (isinstance(value, str) and "_" not in value)  # 1_0 is 10
@@ -138,7 +134,7 @@ def number(value: Any) -> float:
     if number is None:
         raise RetryableAnswer(f"{shown(value)} in place of a number")
     if math.isnan(number) or abs(number) > LARGEST:
-        raise NotFinite(f"the score {number!r}")
+        raise RetryableAnswer(f"the score {number!r}")
     return number
 
 
@@ -165,7 +161,6 @@ class RemoteSample:
         row: index in the batch.
         texts: `prompt`, `response` and the columns of the data, of this row.
         question: JSON content of its request.
-        is_not_finite: whether the last reply had a number that is not finite.
         report: of its request; None if it was not sent, or cancelled.
     """
 
@@ -173,7 +168,6 @@ class RemoteSample:
     texts: dict[str, Any]
     question: Any
     score: float | None = None
-    is_not_finite: bool = False
     report: RequestReport | None = None
 
     @property
@@ -282,19 +276,6 @@ class RemoteReward(Reward):
             RetryableAnswer: the answer does not have `count` replies.
         """
 
-    def accept(self, sample: RemoteSample, text: str) -> None:
-        """Record the reply for a sample, with its score.
-
-        Raises:
-            RetryableAnswer: the reply has no score.
-        """
-        try:
-            sample.is_not_finite = False
-            sample.score = self.score_of(sample, text)
-        except NotFinite:
-            sample.is_not_finite = True
-            raise
-
     def score_batch(self, batch: DataProto) -> RewardResult:
         """Score every response; `columns` has the outcome of each request.
 
@@ -338,8 +319,6 @@ class RemoteReward(Reward):
         first = (refused or failed)[0]
         expected = f"one finite number for each response, from {self.url}"
         error = reward_error(expected, first.failure or "", self.producer, prompts, responses, first.row)
-        if self.error_score is None and first.is_not_finite:
-            raise NonFiniteRewardError(str(error), [sample.row for sample in failed if sample.is_not_finite])
         if self.error_score is None or refused:
             raise error
         if all(sample.kind == "unreachable" for sample in samples):
@@ -377,7 +356,7 @@ class _ScoreRequest(Request):
         faults, unscored = [], self._unscored()
         for sample, text in zip(unscored, self._reward.replies(answer, len(unscored)), strict=True):
             try:
-                self._reward.accept(sample, text)
+                sample.score = self._reward.score_of(sample, text)
             except RetryableAnswer as fault:
                 faults.append(fault)
         if faults:
