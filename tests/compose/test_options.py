@@ -45,7 +45,7 @@ PPO_ONLY |= {
 SMOLLM2 = [f"experiment=smollm2_{name}" for name in ("json", "largest", "length", "reverse", "calculator")]
 SMOLLM2_TOO = ("actor=smollm2_135m", "experiment=smollm2_reverse_sft", "experiment=smollm2_calculator_sft")
 PPO_ONLY |= {"data=chat_task", *SMOLLM2}
-DPO_ONLY = {"trainer=dpo", "trainer=dpo_ray", "experiment=arithmetic_dpo", "reference=precomputed"}
+DPO_ONLY = {"trainer=dpo", "trainer=dpo_ray", "experiment=arithmetic_dpo"}
 DPO_ONLY |= {f"loss={name}" for name in ("sigmoid", "ipo", "kto", "orpo", "simpo")}
 REWARD_MODEL_ONLY = {"trainer=reward_model", "trainer=reward_model_ray", "loss=bradley_terry"}
 REWARD_MODEL_ONLY |= {"experiment=arithmetic_reward_model"}
