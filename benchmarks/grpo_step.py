@@ -106,7 +106,7 @@ def verl_side(options: argparse.Namespace, turns: Turns) -> None:
         data=PromptFiles(train_files=(str(file),), max_prompt_length=options.prompt_length),
         trainer=PPOSettings(
             prompts_per_step=options.prompts, group_size=options.samples, total_steps=10_000, device="cpu",
-            num_threads=options.threads, rollout_ahead=int(options.engine == "ahead"),
+            num_threads=options.threads, mode="async" if options.engine == "ahead" else "sync",
         ),
         tracker=Trackers(),
     )  # fmt: skip
@@ -327,7 +327,7 @@ def table_row(name: str, found: dict[str, Any], options: argparse.Namespace) -> 
     if case.get("vllm"):
         kind += ", `rollout=vllm`"
         aside = f"; {found['times_verl_hf'][0]}x as fast as `rollout=hf`, "
-        aside += f"{found['times_verl_ahead'][0]}x as fast as with `rollout_ahead=1`"
+        aside += f"{found['times_verl_ahead'][0]}x as fast as with `trainer.mode=async`"
     return [
         f"GRPO step, {options.prompts} prompts of {case['prompt_length']} tokens x {options.samples} responses, "
         f"{tokens}, {kind}",

@@ -1,4 +1,4 @@
-"""`trainer.rollout_ahead=1` against `0` with `rollout=vllm`: seconds per step, and how far behind the samples are.
+"""`trainer.mode=async` against `sync` with `rollout=vllm`: seconds per step, and how far behind the samples are.
 
     python benchmarks/rollout_ahead.py               two minutes; --small for a look
 
@@ -57,10 +57,10 @@ def table_row(found: dict[str, Any], options: argparse.Namespace) -> list[str]:
     (rate, _), (times, spread) = found["1"]["tokens_per_s"], found["times"]
     share, other = found["1"]["effective_share"][0], found["0"]["effective_share"][0]
     return [
-        f"GRPO step with `trainer.rollout_ahead=1`, `rollout=vllm`, {options.prompts} prompts x {options.samples}, "
+        f"GRPO step with `trainer.mode=async`, `rollout=vllm`, {options.prompts} prompts x {options.samples}, "
         f"long-tailed lengths, {found['parameters'] / 1e6:.1f}M parameters, {options.threads} threads each",
         f"{ahead_s} {ahead_spread} s, {rate:.0f} tokens/s; effective share of the samples {share:.4f}",
-        f"{times}x {spread} as fast as `rollout_ahead=0` ({here_s} s; effective share {other:.4f})",
+        f"{times}x {spread} as fast as `mode=sync` ({here_s} s; effective share {other:.4f})",
     ]
 
 

@@ -165,7 +165,7 @@ SCRATCH = ["actor=tiny_scratch"]
 TWO_PROCESSES = ["trainer.n_gpus_per_node=2"]
 CONTEXT, TENSORS = ([*TWO_PROCESSES, "sharding=parallel", f"sharding.{axis}=2"] for axis in ("cp", "tp"))
 LORA = "actor.lora={{_target_:verl.models.lora.LoRA,rank:{}}}"
-AHEAD = ["trainer.rollout_ahead=1"]
+AHEAD = ["trainer.mode=async"]
 CORRECTED = [*AHEAD, "algorithm.correction={_target_:verl.algorithms.importance_sampling.TruncatedIS}"]
 SERVED = ["rollout=server", "rollout.endpoint.base_url=http://localhost:8000"]
 BEHAVIOUR = ["algorithm.proximal=behaviour", *SERVED]
@@ -178,12 +178,11 @@ REFUSED_RUNS = [  # overrides, and what is blamed
     # an engine and the actor
     (["rollout=vllm", "rollout.call_timeout_s=600", "sharding=fsdp", *TWO_PROCESSES], "rollout.call_timeout_s"),
     # drawing one step ahead
-    (AHEAD, "trainer.rollout_ahead"),
-    (["trainer.mode=async"], "trainer.mode"),
+    (AHEAD, "trainer.mode"),
     ([*CORRECTED, "algorithm.proximal=behaviour"], "algorithm.correction"),
     ([*BEHAVIOUR, "rollout.log_probs=trainer"], "algorithm.proximal"),
-    ([*CORRECTED, "rollout=auto"], "trainer.rollout_ahead"),
-    ([*CORRECTED, "rollout=vllm", "trainer.rollout_ahead=0", *ASYNC_2], "trainer.max_staleness"),
+    ([*CORRECTED, "rollout=auto"], "trainer.mode"),
+    ([*CORRECTED, "rollout=vllm", *ASYNC_2], "trainer.max_staleness"),
     ([*CORRECTED, "trainer=ray", "+trainer.placement.pools={a:[rollout,critic]}"], "trainer.placement.pools"),
     ([*CORRECTED, "trainer=ray", "trainer.placement.in_driver=[rollout]"], "trainer.placement.in_driver"),
     (
@@ -196,19 +195,16 @@ REFUSED_RUNS = [  # overrides, and what is blamed
         ],
         "trainer.placement",
     ),
-    ([*CORRECTED, *SERVED, "trainer.rollout_ahead=0", *ASYNC_2], "trainer.max_staleness"),
-    ([*AHEAD, "trainer.mode=async"], "trainer.mode"),
-    ([*CORRECTED, "trainer.max_staleness=2"], "trainer.rollout_ahead"),
-    ([*CORRECTED, "rollout.router_replay=true"], "trainer.rollout_ahead"),
+    ([*CORRECTED, *SERVED, *ASYNC_2], "trainer.max_staleness"),
+    ([*CORRECTED, "rollout.router_replay=true"], "trainer.mode"),
     ([*CORRECTED, "rollout.weight_update=never"], "rollout.weight_update"),
     ([*CORRECTED, *SERVED, *IN_FLIGHT], "rollout.weight_update"),
     ([*CORRECTED, *TOOLS, *PROGRAM, *IN_FLIGHT], "rollout.weight_update", "data.max_prompt_length"),
     ([*CORRECTED, "trainer.replay_schedule=run"], "trainer.replay_schedule"),
     (["trainer.replay_schedule=run"], "trainer.replay_schedule"),
-    ([*CORRECTED, "algorithm=dapo"], "trainer.rollout_ahead"),
-    ([*CORRECTED, "algorithm=remax"], "trainer.rollout_ahead"),
-    ([*CORRECTED, "trainer.repeat_first_batch=true"], "trainer.rollout_ahead"),
-    ([*CORRECTED, "trainer.rollout_ahead=2"], "trainer.rollout_ahead"),
+    ([*CORRECTED, "algorithm=dapo"], "trainer.mode"),
+    ([*CORRECTED, "algorithm=remax"], "trainer.mode"),
+    ([*CORRECTED, "trainer.repeat_first_batch=true"], "trainer.mode"),
     # what only a built role would find
     ([*CONTEXT, "actor.packing=off"], "actor.packing"),
     (["actor=tiny_scratch", "actor.router_aux_loss_coef=0.01"], "actor.router_aux_loss_coef"),

@@ -27,7 +27,7 @@ from verl.trainer.plan.workload import device_named
 from verl.utils import memory
 
 CORRECTION = "algorithm.correction={_target_:verl.algorithms.importance_sampling.TruncatedIS,level:token,cap:2.0}"
-AHEAD = ("trainer.rollout_ahead=1", CORRECTION)
+AHEAD = ("trainer.mode=async", CORRECTION)
 SLEEPLESS, SLEEPS = ("rollout.sleep=false",), ("rollout.sleep=true",)
 
 

@@ -16,7 +16,7 @@ from verl.engines.sharding import DDP
 DATA = Prompts(train=PROMPTS[:6], curriculum=PassRate(warmup_epochs=0, falloff=0.2, memory=0.5))
 RUNS = {
     "plain": (GRPO_ALGORITHM, {}),
-    "ahead": (replace(GRPO_ALGORITHM, correction=TruncatedIS()), {"rollout_ahead": 1}),
+    "ahead": (replace(GRPO_ALGORITHM, correction=TruncatedIS()), {"mode": "async"}),
     "selection": (replace(GRPO_ALGORITHM, selection=DynamicSampling(max_rounds=2, on_none="skip")), {}),
 }
 OPTIONS = {"data": DATA, "reward": Echo(), "success_score": 0.1, "prompts_per_step": 2, "group_size": 3, "lr": 0.03}

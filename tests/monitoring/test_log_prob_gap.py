@@ -204,7 +204,7 @@ def test_rows_of_the_replay_buffer_are_not_compared(model32, tmp_path):
 
 
 def test_rows_drawn_ahead_by_earlier_weights_are_told_apart(model32, tmp_path):
-    fit(faulty(model32, "none", CORRECTED, rollout_ahead=1, lr=0.02), tmp_path)
+    fit(faulty(model32, "none", CORRECTED, mode="async", lr=0.02), tmp_path)
     first, *later = step_lines(tmp_path)
     assert first[GAP] < 1e-5
     assert OFF_POLICY not in first
@@ -214,7 +214,7 @@ def test_rows_drawn_ahead_by_earlier_weights_are_told_apart(model32, tmp_path):
 
 def test_an_engine_that_is_wrong_and_draws_ahead_stops_the_run_in_the_first_step(model32, tmp_path):
     with pytest.raises(LogProbGapError, match="Step 1"):
-        fit(faulty(model32, "positions", CORRECTED, rollout_ahead=1), tmp_path)
+        fit(faulty(model32, "positions", CORRECTED, mode="async"), tmp_path)
 
 
 @WHEN

@@ -111,13 +111,6 @@ def test_each_batch_is_of_the_weights_so_many_syncs_before_and_a_resume_goes_on_
     same_training(saved(tmp_path), saved(tmp_path / "whole"), after=2)
 
 
-@pytest.mark.exhaustive
-def test_rollout_ahead_is_another_spelling_of_staleness_1(model32, tmp_path):
-    fit(asynchronous(model32, tmp_path / "new"), tmp_path / "new/run")
-    fit(asynchronous(model32, tmp_path / "old", mode="sync", rollout_ahead=1), tmp_path / "old/run")
-    same_training(saved(tmp_path / "old"), saved(tmp_path / "new"))
-
-
 @pytest.mark.slow
 def test_a_running_trainer_that_loads_a_checkpoint_goes_on_with_what_was_drawn_ahead_of_it(
     model32, tmp_path, monkeypatch

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import field
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import NonNegativeInt, PositiveInt
 
 from verl.cluster.placement import Placement
 from verl.component import Description, component
@@ -122,7 +122,6 @@ class PPOSettings(LoopSettings):
         mode: `sync`: generate and train alternately. `async`: at the same time (docs/async.md).
         max_staleness: with `mode=async`, maximum number of weight syncs between the generation of a token and training
             on it; above 0 it requires `algorithm.correction` or `algorithm.proximal=behaviour`.
-        rollout_ahead: 1: the same as `mode=async` with `max_staleness=1`.
         replay_schedule: directory of a run with `rollout.weight_update=in_flight` that this run repeats bit by bit,
             with events at the same steps of the engine, on equal hardware with equal libraries and settings; or null.
     """
@@ -131,7 +130,6 @@ class PPOSettings(LoopSettings):
     group_size: PositiveInt = 8
     mode: Literal["sync", "async"] = "sync"
     max_staleness: NonNegativeInt = 1
-    rollout_ahead: Annotated[int, Field(ge=0, le=1)] = 0
     replay_schedule: str | None = None
     eval_samples: NonNegativeInt = 0
     eval_without_tools: bool = False
@@ -139,25 +137,13 @@ class PPOSettings(LoopSettings):
 
     def faults(self) -> Iterator[str]:
         yield from super().faults()
-        if self.rollout_ahead and self.max_staleness != 1:
-            yield (
-                f"rollout_ahead is 1, which means mode=async with max_staleness=1, and max_staleness is "
-                f"{self.max_staleness}. Set rollout_ahead=0 and mode=async."
-            )
         if self.staleness and self.repeat_first_batch:
-            setting, remedy = self.async_setting
-            yield f"{setting}: with repeat_first_batch every batch is the first. Set {remedy}."
+            yield "mode is async: with repeat_first_batch every batch is the first. Set mode=sync."
 
     @property
     def staleness(self) -> int | None:
         """`max_staleness` of an asynchronous run; None of a synchronous one."""
-        return self.max_staleness if self.mode == "async" or self.rollout_ahead else None
-
-    @property
-    def async_setting(self) -> tuple[str, str]:
-        """The setting that makes a run asynchronous, and the one that makes it synchronous, for messages."""
-        remedies = [*["mode=sync"] * (self.mode == "async"), *["rollout_ahead=0"] * self.rollout_ahead]
-        return "mode is async" if self.mode == "async" else "rollout_ahead is 1", ", ".join(remedies)
+        return self.max_staleness if self.mode == "async" else None
 
 
 @component

@@ -90,7 +90,7 @@ def _async_faults(run: Any) -> Iterator[str]:
         if settings.replay_schedule is not None:
             yield "trainer.replay_schedule: trainer.mode is sync, which has no schedule. Set it to null."
         return
-    setting, remedy = (f"trainer.{text}" for text in settings.async_setting)
+    setting, remedy = "trainer.mode is async", "trainer.mode=sync"
     kind = type(rollout).__name__
     if rollout.router_replay:
         yield f"{setting}: rollout.router_replay was not tried with it. Set {remedy}."

@@ -23,7 +23,7 @@ STEPS = 3
 
 def ahead(model, directory, **options):
     rollout = VLLMRollout(max_new_tokens=6, kv_cache_gib=0.05, max_num_seqs=16, num_threads=1)
-    options = {"total_steps": STEPS, "rollout_ahead": 1, "rollout": rollout, "prompts_per_step": 2, **options}
+    options = {"total_steps": STEPS, "mode": "async", "rollout": rollout, "prompts_per_step": 2, **options}
     return course(model, directory, CORRECTED, **options)
 
 

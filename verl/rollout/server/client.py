@@ -261,9 +261,8 @@ class ServerEngine(RolloutEngine):
             )
         if self.source == "trainer" and limits.while_training:
             raise ConfigError(
-                "trainer.mode is async (or trainer.rollout_ahead is 1): log-probs come from the trainer "
-                "(rollout.log_probs), whose weights change while the server draws. Use those of the server "
-                "(docs/rollout.md), or set trainer.mode=sync."
+                "trainer.mode is async: log-probs come from the trainer (rollout.log_probs), whose weights change "
+                "while the server draws. Use those of the server (docs/rollout.md), or set trainer.mode=sync."
             )
         if (held := self.row_tokens) is not None:
             limit = f"the server takes {held}"
