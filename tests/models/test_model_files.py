@@ -43,8 +43,8 @@ def dangling(directory: Path) -> None:
 
 
 DAMAGES = {
-    "cut weights": (cut("model.safetensors", 0.7), "its header tells of"),
-    "weights cut in the header": (cut("model.safetensors", 0.01), "fewer than its header"),
+    "cut weights": (cut("model.safetensors", 0.7), "file not fully covered"),
+    "weights cut in the header": (cut("model.safetensors", 0.01), "invalid header length"),
     "empty weights": (cut("model.safetensors", 0.0), "it is empty"),
     "pointer for weights": (pointer("model.safetensors"), "pointer of git-lfs"),
     "missing shard": (shards, "lacks 1 of 2 files of weights, such as model-00002-of-00002.safetensors"),
