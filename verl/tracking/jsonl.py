@@ -8,9 +8,7 @@ import json
 import logging
 import os
 import time
-from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +27,6 @@ from verl.utils.external_input import (
 KEPT_BYTES = 64 * 2**20  # limit of metrics that wait for disk space; the oldest are dropped first
 TABLE_BYTES = 256 * 2**20  # limit of a run's tables: `samples/`, `evals/` and `tokens/` together
 TABLES = ("samples", "evals", "tokens")
-MAX_PENDING = 8  # tables that wait for the writing thread; one more waits for the first of them
 
 _log = logging.getLogger(__name__)
 
@@ -49,7 +46,7 @@ class JsonLines(TrackerDescription):
 
 
 class JsonLinesTracker(ContinuedTracker):
-    """Writes metrics unbuffered: each call passes complete lines to the operating system. A thread writes the tables.
+    """Writes unbuffered: each call passes complete lines to the operating system.
 
     Lines of metrics that a full disk refuses are kept in memory and written in order once there is space; a table that
     it refuses is lost.
@@ -59,8 +56,6 @@ class JsonLinesTracker(ContinuedTracker):
         self._metrics = LineFile(Path("metrics.jsonl"))
         self._sampled: set[int] = set()  # steps with a sample file of this run
         self._table_bytes = 0
-        self._thread: ThreadPoolExecutor | None = None
-        self._pending: deque[Future[None]] = deque()
         self._lost_tables = 0
 
     def start(self, run_name: str, config: dict[str, Any], run_dir: Path, total_steps: int | None) -> None:
@@ -74,56 +69,35 @@ class JsonLinesTracker(ContinuedTracker):
     def log(self, metrics: dict[str, float], step: int) -> None:
         record = {"step": step, "time_s": round(time.monotonic() - self._begin, 3), **metrics}
         self._metrics.add(json_line(record))
-        self._raise_failures()
 
     def samples(self, rows: list[dict[str, Any]], step: int, name: str) -> None:
         # A step repeated after a resume replaces its table; a second table of the same step is appended.
         replaces = step not in self._sampled
         self._sampled.add(step)
-        self._in_thread("samples", [{"table": name, **row} for row in rows], step, replaces)
+        self._write_table("samples", [{"table": name, **row} for row in rows], step, replaces)
 
     def evaluated_rows(self, rows: list[dict[str, Any]], step: int) -> None:
-        self._in_thread("evals", rows, step)
+        self._write_table("evals", rows, step)
 
     def token_rows(self, rows: list[dict[str, Any]], step: int) -> None:
-        self._in_thread("tokens", rows, step)
+        self._write_table("tokens", rows, step)
 
     def close(self, status: str) -> None:
-        if self._thread is not None:
-            self._thread.shutdown()
         try:
             self._metrics.add(b"")
         finally:
-            while self._pending:
-                with contextlib.suppress(OSError):
-                    self._raise_failures()
             self.num_lost = self._lost_tables + self._metrics.num_lost + self._metrics.waiting.count(b"\n")
 
-    def _in_thread(self, table: str, rows: list[dict[str, Any]], step: int, replaces: bool = True) -> None:
-        """Write a table in the thread for tables, in order.
-
-        Raises:
-            OSError: an earlier one could not be written.
-        """
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tables")
-        self._pending.append(self._thread.submit(self._write_table, table, rows, step, replaces))
-        self._raise_failures()
-
-    def _raise_failures(self) -> None:
-        while self._pending and (self._pending[0].done() or len(self._pending) > MAX_PENDING):
-            try:
-                self._pending.popleft().result()
-            except OSError:
-                self._lost_tables += 1
-                raise
-
-    def _write_table(self, table: str, rows: list[dict[str, Any]], step: int, replaces: bool) -> None:
+    def _write_table(self, table: str, rows: list[dict[str, Any]], step: int, replaces: bool = True) -> None:
         data, file = b"".join(map(json_line, rows)), self._metrics.path.parent / table / f"step_{step}.jsonl"
         before, self._table_bytes = self._table_bytes, self._table_bytes + len(data)
         if self._table_bytes <= TABLE_BYTES:
-            file.parent.mkdir(exist_ok=True)
-            write_whole(file, data) if replaces else _append(file, data)
+            try:
+                file.parent.mkdir(exist_ok=True)
+                write_whole(file, data) if replaces else _append(file, data)
+            except OSError:
+                self._lost_tables += 1
+                raise
         elif before <= TABLE_BYTES:
             names, limit = ", ".join(f"{name}/" for name in TABLES), TABLE_BYTES // 2**20
             _log.warning("%s of this run have reached %d MiB: no more of them is written.", names, limit)
