@@ -20,14 +20,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-import torch
 from pydantic import Field, PositiveFloat
-from torch import Tensor
 
 from verl.component import Description, component
 from verl.models.parallel_info import Numerics
-from verl.ops.masking import masked_mean
-from verl.protocol import DataProto
 
 GAP, LARGEST = "rollout/log_prob_gap_nats", "rollout/log_prob_gap_max_nats"
 
@@ -39,7 +35,6 @@ NARROWER = 0.2  # of any other type: weights or activations of 8 bits and less
 # The most that a large first gap or a low temperature can raise the limit to. Faults that nothing else saw (a window,
 # positions, another scaling) began at 0.5.
 CAP_NATS = 0.3
-FAR = 4.0  # times: a part of the tokens whose gap is so much larger than that of the others is named
 
 
 @component
@@ -89,12 +84,8 @@ class Excess:
             f"same tokens other log-probs, where {self.limit:.3g} may be rounding ({self.reason}){first}."
         )
 
-    def causes(self, where: str = "") -> str:
-        """Likely causes, the likeliest first, and what to do.
-
-        Args:
-            where: result of `where_gaps_lie`.
-        """
+    def causes(self) -> str:
+        """Likely causes, the likeliest first, and what to do."""
         engine = "the engine" if self.numerics is None else self.numerics.engine_kind
         type_name = "was expected" if self.numerics is None else self.numerics.engine
         stale = f"{engine} did not take over the last weights (see sync/... and docs/rollout.md)"
@@ -109,9 +100,7 @@ class Excess:
             "actor.autocast=null)"
         )
         likely = [model, drawing, masks, rounding]
-        if where:
-            likely.sort(key=lambda cause: cause is not masks)
-        elif self.gap <= LIMITS["bfloat16"]:
+        if self.gap <= LIMITS["bfloat16"]:
             likely.sort(key=lambda cause: cause is not rounding)
         likely = [*likely, stale] if self.first is None else [stale, *likely]
         when = "It was so from the start" if self.first is None else "It was not so at first"
@@ -198,36 +187,3 @@ def limit_of(numerics: Numerics | None) -> tuple[float, str]:
     if temperature < 1:
         return max(limit, min(limit / temperature, CAP_NATS)), f"{name} at temperature {temperature:g}"
     return limit, name
-
-
-def where_gaps_lie(batch: DataProto) -> str:
-    """Description of the part of the tokens that differs far more than the rest, where the driver can tell; else empty.
-
-    Args:
-        batch: the rows of a step; without `old_log_probs` the driver knows no gap of a token.
-    """
-    if "old_log_probs" not in batch or not len(batch):
-        return ""
-    mask = batch["response_mask"]
-    if "is_on_policy" in batch:
-        mask = mask & batch["is_on_policy"][:, None]
-    gap = (batch["rollout_log_probs"] - batch["old_log_probs"]).abs().double()
-    prompts = batch["attention_mask"].sum(dim=1) - batch["response_mask"].sum(dim=1)
-    is_padded = (prompts < prompts.max())[:, None].expand_as(mask)
-    position = mask.long().cumsum(dim=1)
-    is_late = 2 * position > mask.sum(dim=1, keepdim=True)
-    parts = {
-        "rows with a padded prompt": (is_padded, "the rows of the longest prompt"),
-        "the rows of the longest prompt": (~is_padded, "rows with a padded prompt"),
-        "the first token of each response": (position == 1, "later tokens"),
-        "the second half of each response": (is_late, "the first half"),
-    }
-    for name, (part, others) in parts.items():
-        inside, outside = _mean(gap, mask & part), _mean(gap, mask & ~part)
-        if inside is not None and outside is not None and inside > FAR * outside:
-            return f" It is in {name} ({inside:.3g} on average, {outside:.3g} in {others})."
-    return ""
-
-
-def _mean(x: Tensor, mask: Tensor) -> float | None:
-    return float(masked_mean(x, mask)) if bool(torch.any(mask)) else None

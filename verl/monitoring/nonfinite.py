@@ -16,7 +16,7 @@ from verl.model_paths.check import beyond_noise, chosen_rows, longest_row, row_g
 from verl.models.parallel_info import Numerics
 from verl.monitoring.batch_dump import BatchDump
 from verl.monitoring.config import Monitoring
-from verl.monitoring.log_prob_gap import GAP, LARGEST, Excess, GapWatch, where_gaps_lie
+from verl.monitoring.log_prob_gap import GAP, LARGEST, Excess, GapWatch
 from verl.protocol import DataProto
 
 _log = logging.getLogger(__name__)
@@ -159,9 +159,8 @@ class NonFiniteGuard:
         stops = self._gap.settings.on_excess == "stop"
         if not (is_news or stops):
             return
-        where = where_gaps_lie(batch)
-        dump = self._dump("log_prob_gap", f"{excess}{where}", batch)
-        message = f"Step {self.step}: {excess}{where} {excess.causes(where)}{_at(dump)}"
+        dump = self._dump("log_prob_gap", str(excess), batch)
+        message = f"Step {self.step}: {excess} {excess.causes()}{_at(dump)}"
         if stops:
             raise LogProbGapError(f"{message} The actor's weights are as they were.", excess.gap, excess.limit)
         _log.warning("%s", message)
