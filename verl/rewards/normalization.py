@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -91,17 +92,10 @@ class ScaledReward(Reward):
 
     def __init__(self, reward: Reward, has_state: bool = True):
         self.reward, self.norm, self._learns, self._has_state = reward, RunningStats(), True, has_state
-        self.scores_ahead, self.scores_groups = reward.scores_ahead, reward.scores_groups
 
     def score_batch(self, batch: DataProto) -> RewardResult:
         """Score every row; the part `raw` has the scores before normalisation."""
-        return self.apply(self.prepare(batch), batch)
-
-    def prepare(self, batch: DataProto) -> RewardResult:
-        return self.reward.prepare(batch)
-
-    def apply(self, result: RewardResult, batch: DataProto) -> RewardResult:
-        result = self.reward.apply(result, batch)
+        result = self.reward.score_in_time(batch)
         if not len(result.scores):
             return result
         if result.token_scores is not None:
@@ -112,7 +106,7 @@ class ScaledReward(Reward):
         if self._learns:
             self.norm.update(result.scores[~np.isnan(result.scores)])
         parts = {"raw": result.scores, **result.parts}
-        return RewardResult(self.norm(result.scores), parts, result.columns, nan_is_none=result.nan_is_none)
+        return replace(result, scores=self.norm(result.scores), parts=parts)
 
     def check_rows(self, name: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
         with faults_below("reward"):

@@ -238,7 +238,6 @@ class RemoteReward(Reward):
         batch_size: samples per request.
     """
 
-    scores_ahead = scores_groups = True
     described: Any
 
     def __init__(self, described: RemoteDescription, client: HTTPClient, batch_size: int = 1):

@@ -8,7 +8,6 @@ advantage             the same, if the estimator keeps state     scheduler
 policy_loss           the same, with the state of each process   scheduler
 value_loss            the same                                   scheduler
 reward                scheduler/state.json                       scheduler
-async_rewards         the same, under that name                  scheduler
 replay_buffer         replay_buffer/, files that are linked      replay_buffer
 rng                   rng/                                       rng
 
