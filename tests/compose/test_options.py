@@ -26,29 +26,15 @@ from verl.compose.schema import ROOTS, conf_dir, group_options, root_keys
 from verl.compose.validate import refuse_here, validate
 from verl.errors import ConfigError
 
-SFT_ONLY = {
-    "data=arithmetic_sft", "data=calculator_sft", "data=guess_number_sft", "data=sft_files", "trainer=sft",
-    "trainer=sft_ray",
-    "experiment=arithmetic_sft", "experiment=arithmetic_teacher_sft",
-    "experiment=calculator_sft", "experiment=guess_number_sft", "data=chat_task_sft", "experiment=smollm2_reverse_sft",
-    "experiment=smollm2_calculator_sft", "data=shapes_sft", "experiment=shapes_vlm_sft",
-}  # fmt: skip
-PPO_ONLY = {"data=arithmetic", "data=files", "data=hub", "trainer=local", "trainer=ray", "trainer=mesh"}
-PPO_ONLY |= {"experiment=arithmetic_ppo", "experiment=arithmetic_grpo", "experiment=gsm8k_qwen2_5_0_5b"}
-PPO_ONLY |= {f"data={name}" for name in ("calculator", "guess_number", "episodes", "shapes")}
-PPO_ONLY |= {
-    "experiment=calculator_grpo",
-    "experiment=shapes_vlm_grpo",
-    "experiment=guess_number_ppo",
-    "experiment=distill_tiny",
-}
+SFT_ONLY = {f"data={name}_sft" for name in ("arithmetic", "calculator", "guess_number", "chat_task", "shapes")}
+SFT_ONLY |= {"data=sft_files", "trainer=sft", "trainer=sft_ray"}
+PPO_ONLY = {f"data={name}" for name in ("arithmetic", "calculator", "guess_number", "chat_task", "shapes", "episodes")}
+PPO_ONLY |= {"data=files", "data=hub", "trainer=local", "trainer=ray", "trainer=mesh"}
 SMOLLM2 = [f"experiment=smollm2_{name}" for name in ("json", "largest", "length", "reverse", "calculator")]
 SMOLLM2_TOO = ("actor=smollm2_135m", "experiment=smollm2_reverse_sft", "experiment=smollm2_calculator_sft")
-PPO_ONLY |= {"data=chat_task", *SMOLLM2}
-DPO_ONLY = {"trainer=dpo", "trainer=dpo_ray", "experiment=arithmetic_dpo"}
+DPO_ONLY = {"trainer=dpo", "trainer=dpo_ray"}
 DPO_ONLY |= {f"loss={name}" for name in ("sigmoid", "ipo", "kto", "orpo", "simpo")}
 REWARD_MODEL_ONLY = {"trainer=reward_model", "trainer=reward_model_ray", "loss=bradley_terry"}
-REWARD_MODEL_ONLY |= {"experiment=arithmetic_reward_model"}
 OWNERS = [  # options, and the roots that they are for; others are for every root that has their group
     (SFT_ONLY, ["sft"]),
     (PPO_ONLY, ["ppo"]),
@@ -155,6 +141,9 @@ def digest(config) -> str:
 
 def roots_of(option: str) -> list[str]:
     """The roots that an option is for, the first of them the one that it is tried in."""
+    if option.startswith("experiment="):
+        text = (conf_dir() / f"{option.replace('=', '/')}.yaml").read_text()
+        return [re.findall(r"^# Command: .*\bverl (\S+) experiment=", text, re.MULTILINE)[0].replace("-", "_")]
     return next((roots for options, roots in OWNERS if option in options), list(ROOTS))
 
 
@@ -206,7 +195,9 @@ def test_options_compose_and_check_in_ppo(options, users_files):
 def is_first_or_of_sft_alone(option: str) -> bool:
     """An option of both roots is tried in ppo; in sft the first of its group stands for it."""
     group = option.partition("=")[0]
-    return option in SFT_ONLY or option == next(o for o in OPTIONS if o.startswith(f"{group}=") and applies("sft", o))
+    return roots_of(option) == ["sft"] or option == next(
+        o for o in OPTIONS if o.startswith(f"{group}=") and applies("sft", o)
+    )
 
 
 OTHERS = [

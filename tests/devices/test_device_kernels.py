@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from cases import exhaustive
 from devices.device_syncs import DeviceSyncs
 from model_paths.families import FAST
 from random_models import save_random_classifier, save_random_model
@@ -153,9 +154,11 @@ def test_a_micro_batch_comes_to_the_device_without_being_waited_for(context):
     )
 
 
-def test_a_token_of_an_episode_waits_once(monkeypatch):
+@pytest.mark.parametrize("options", [{}, *exhaustive({"min_new_tokens": 4}, {"top_k": 5})], ids=str)
+def test_a_token_waits_once(options, monkeypatch):
+    """Of responses and of episodes, which are drawn by the same loop."""
     monkeypatch.setattr("verl.rollout.token_sampler.inverse_cdf", inverse_cdf_by_blocks)  # as on a GPU
-    actor = start_actor(TinyModel(hidden_size=32, intermediate_size=64), HFRollout(max_new_tokens=40))
+    actor = start_actor(TinyModel(hidden_size=32, intermediate_size=64), HFRollout(max_new_tokens=40, **options))
     syncs, found = DeviceSyncs(), {}
     syncs.on_device([*actor.model.parameters(), *actor.model.buffers()])
     for new in (8, 24):

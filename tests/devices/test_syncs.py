@@ -14,10 +14,8 @@ from verl.model_paths.micro_batch import cut_into_micro_batches
 from verl.models.lora import LoRA
 from verl.models.pretrained import Pretrained
 from verl.models.tiny import TinyModel
-from verl.ops import attention, sampling
+from verl.ops import attention
 from verl.ops.sampling import inverse_cdf, inverse_cdf_by_blocks
-from verl.rollout.base import GenerationRequest
-from verl.rollout.hf import HFRollout
 
 MODEL = TinyModel(hidden_size=32, intermediate_size=64)
 PER_UPDATE = 3  # metrics in one question, the norm, and the scale of the gradients
@@ -122,28 +120,6 @@ def test_the_counter_sees_what_waits():
         float(y.sum()), y.tolist(), y[y > 3], y.nonzero(), bool((y > 0).all())
         torch.ones(3).tolist()
     assert syncs.counts == {"item": 2, "tolist": 1, "boolean index": 1, "nonzero": 1}
-
-
-ALSO = [pytest.param(options, marks=pytest.mark.exhaustive) for options in ({}, {"top_k": 5})]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [{"min_new_tokens": 4}, *ALSO], ids=str)
-def test_a_token_of_our_own_decode_loop_waits_once(options, prompts, pretended, monkeypatch):
-    monkeypatch.setattr(sampling, "inverse_cdf", inverse_cdf_by_blocks)
-    monkeypatch.setattr("verl.rollout.token_sampler.inverse_cdf", inverse_cdf_by_blocks)  # as on a GPU
-    found = {}
-    for new in (8, 24):
-        actor = start_actor(MODEL, HFRollout(max_new_tokens=new, drop_finished=False, **options))
-        pretended.on_device([*actor.model.parameters(), *actor.model.buffers()])
-        generate = actor.generator.generate
-        rows = prompts()
-        lasting = replace(actor.generator.engine.options, min_new_tokens=options.get("min_new_tokens", 0))
-        assert lasting == actor.generator.engine.options
-        actor.generator.engine.stop_ids = torch.zeros(0, dtype=torch.int64)  # all rows have all tokens
-        found[new] = counted(pretended, lambda g=generate, r=rows: g(r, GenerationRequest(0, 3)))
-    per_token = (sum(found[24].values()) - sum(found[8].values())) / 16
-    assert per_token <= 1, found
 
 
 def test_drawing_from_a_large_vocabulary_asks_the_device_nothing_in_few_operations():

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 from random_models import save_random_model
-from trainer.runs import GRPO_ALGORITHM, JSONL, Prompts, ppo_run, read_lines, step_lines
+from trainer.runs import GRPO_ALGORITHM, JSONL, Prompts, fit, ppo_run, step_lines
 
-from verl.component import BuildContext, component
+from verl.component import component
 from verl.engines.sharding import DDP, FSDP, TP, Parallel, Sharding
 from verl.errors import LogProbGapError
 from verl.models.pretrained import Pretrained
@@ -44,17 +44,6 @@ def run_of(directory, sharding: Sharding, rollout: HFRollout) -> Any:
     )
 
 
-@pytest.mark.parametrize("name", SHARDINGS)
-def test_a_sound_engine_trains_on(name, tmp_path):
-    with run_of(tmp_path, SHARDINGS[name], HFRollout(max_new_tokens=7)).build(BuildContext(run_dir=tmp_path)) as run:
-        assert run.fit().status == "finished"
-    gaps = [
-        line["rollout/log_prob_gap_nats"] for line in read_lines(tmp_path / "metrics.jsonl") if "actor/loss" in line
-    ]
-    assert len(gaps) == 2
-    assert max(gaps) < 1e-5
-
-
 @component
 class HotRollout(HFRollout):
     """Draws by twice the temperature that it is configured with, and compares nothing by itself."""
@@ -66,8 +55,11 @@ class HotRollout(HFRollout):
 
 
 @pytest.mark.parametrize("name", SHARDINGS)
-def test_a_faulty_engine_stops_before_the_first_update(name, tmp_path):
-    described = run_of(tmp_path, SHARDINGS[name], HotRollout(max_new_tokens=7))
-    with described.build(BuildContext(run_dir=tmp_path)) as run, pytest.raises(LogProbGapError, match="Step 1"):
-        run.fit()
-    assert not step_lines(tmp_path)
+def test_a_sound_engine_trains_on_and_a_faulty_one_stops_before_the_first_update(name, tmp_path):
+    fit(run_of(tmp_path, SHARDINGS[name], HFRollout(max_new_tokens=7)), tmp_path / "sound")
+    gaps = [line["rollout/log_prob_gap_nats"] for line in step_lines(tmp_path / "sound")]
+    assert len(gaps) == 2
+    assert max(gaps) < 1e-5
+    with pytest.raises(LogProbGapError, match="Step 1"):
+        fit(run_of(tmp_path, SHARDINGS[name], HotRollout(max_new_tokens=7)), tmp_path / "faulty")
+    assert not step_lines(tmp_path / "faulty")

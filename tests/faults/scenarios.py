@@ -9,9 +9,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+import pytest
 from checkpoint.rank_tensors import RankTensor, write_model, write_tensors
 
 from verl.checkpoint.commit.rank_writer import PAGE_BYTES, FileImage, ImageSource, RankWriter
@@ -217,3 +219,9 @@ def check_next_save(root: Path, disk: FileSystem | None = None, store: Checkpoin
     assert version_of(CheckpointStore(root).newest()) == 9
     assert [path.name for path in (root / "staging").iterdir()] == []
     assert os.readlink(root / "latest") == "global_step_1000"
+
+
+def scenarios(*in_part: str) -> list[Any]:
+    """Rows of a scenario and whether every fault strikes it, which `make exhaustive` alone shows of each of them."""
+    part = [pytest.param(one, False, id=str(one)) for one in SCENARIOS if one.name in in_part]
+    return part + [pytest.param(one, True, id=f"{one}, whole", marks=pytest.mark.exhaustive) for one in SCENARIOS]

@@ -4,13 +4,11 @@ from functools import partial
 
 import pytest
 from faults.disks import KillingDisk, RecordingDisk, is_killed
-from faults.scenarios import SCENARIOS, Scenario, check, check_next_save, fast_directory
+from faults.scenarios import Scenario, check, check_next_save, fast_directory, scenarios
 
 from verl.checkpoint.commit.store import CheckpointStore
 
 pytestmark = pytest.mark.slow
-
-IN_SHORT = [scenario for scenario in SCENARIOS if scenario.name in ("save from memory", "save with links", "retention")]
 
 
 def count_operations(scenario: Scenario) -> int:
@@ -36,12 +34,6 @@ def run(scenario: Scenario, stride: int) -> int:
     return len(places[::stride])
 
 
-@pytest.mark.parametrize("scenario", IN_SHORT, ids=str)
-def test_a_kill_leaves_the_old_or_the_new_checkpoint(scenario, record_property):
-    record_property("fault_cases", run(scenario, stride=41))
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=str)
-def test_a_kill_at_any_operation_leaves_the_old_or_the_new_checkpoint(scenario, record_property):
-    record_property("fault_cases", run(scenario, stride=1))
+@pytest.mark.parametrize(("scenario", "whole"), scenarios("save from memory", "save with links", "retention"))
+def test_a_kill_leaves_the_old_or_the_new_checkpoint(scenario, whole, record_property):
+    record_property("fault_cases", run(scenario, stride=1 if whole else 41))

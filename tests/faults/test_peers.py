@@ -54,18 +54,6 @@ def test_without_a_fault_every_tool_goes_on_with_every_bit(tool, tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_some_faults_leave_ours_whole_and_every_peer_classified(library, record_property):
-    done = subprocess.run([sys.executable, ROOT / "benchmarks/checkpoint_faults.py", "--small"], capture_output=True)
-    assert done.returncode == 0, done.stderr.decode()
-    result = json.loads(done.stdout)
-    for row in result["tools"]:
-        check_cases(row, dict.fromkeys(GROUPS, 4), 8)
-    check_whole(result["tools"][0])
-    assert [row[1] for row in result["rows"]] == [f"0 silent losses, 0 stops in {n} cases" for n in (12, 8, 8)]
-    record_property("fault_cases", len(result["tools"]) * (3 * 4 + 2 * 8))
-
-
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("tool", ["verl", "verl-2", "trainer-2", "torch-2", "torch-synced", "dcp-2"])
 def test_every_fault_leaves_ours_whole_and_every_peer_classified(tool, library, record_property):
     (row,) = campaign(library, "--tools", tool, "--cuts", "400")

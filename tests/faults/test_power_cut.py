@@ -7,16 +7,11 @@ from collections.abc import Callable
 import pytest
 from faults.disks import Operation, RecordingDisk
 from faults.power_cut import Trace, fingerprint, materialise, snapshot
-from faults.scenarios import SCENARIOS, Scenario, check, check_next_save, fast_directory
+from faults.scenarios import SCENARIOS, Scenario, check, check_next_save, fast_directory, scenarios
 
 from verl.checkpoint.commit.store import CheckpointStore
 
 pytestmark = pytest.mark.slow
-
-IN_SHORT = [
-    scenario for scenario in SCENARIOS if scenario.name in ("save from memory", "retention", "pull from a store")
-]
-
 
 BY_NAME = {scenario.name: scenario for scenario in SCENARIOS}
 
@@ -65,17 +60,10 @@ def cut_everywhere(
     return num_cuts, faults
 
 
-@pytest.mark.parametrize("scenario", IN_SHORT, ids=str)
-def test_a_power_cut_leaves_the_old_or_the_new_checkpoint(scenario, record_property):
-    record_property("fault_cases", 30)
-    assert cut_everywhere(scenario, traced(scenario), sample=30)[1] == []
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=str)
-def test_a_power_cut_anywhere_leaves_the_old_or_the_new_checkpoint(scenario, record_property):
-    num_cuts, faults = cut_everywhere(scenario, traced(scenario))
-    record_property("fault_cases", num_cuts)
+@pytest.mark.parametrize(("scenario", "whole"), scenarios("save from memory", "retention", "pull from a store"))
+def test_a_power_cut_leaves_the_old_or_the_new_checkpoint(scenario, whole, record_property):
+    num_cuts, faults = cut_everywhere(scenario, traced(scenario), sample=None if whole else 30)
+    record_property("fault_cases", num_cuts if whole else 30)
     assert faults == []
 
 

@@ -1,4 +1,4 @@
-"""What is left of a run in Ray when its driver is interrupted or killed: nothing."""
+"""What is left of a run in Ray when its driver is interrupted or killed, or ends after a loss: nothing."""
 
 import signal
 import subprocess
@@ -7,7 +7,10 @@ import time
 from pathlib import Path
 
 import pytest
-from cluster.ray_here import all_gone
+import ray
+from cluster.ray_here import all_gone, kill_in, placed
+from same_training import course
+from trainer.runs import fit
 
 pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.exhaustive, pytest.mark.slow]
 TESTS = Path(__file__).resolve().parents[1]
@@ -48,4 +51,12 @@ def test_a_driver_that_is_interrupted_or_killed_leaves_no_worker_and_no_ray(numb
         driver.kill()
         driver.wait()
     assert len(pids) == 2
+    assert all_gone(pids)
+
+
+def test_a_run_that_started_ray_starts_it_anew_after_a_loss_and_ends_it(model32, tmp_path, monkeypatch):
+    pids = kill_in(monkeypatch, "actor.update", step=2)
+    result = fit(course(model32, tmp_path, placement=placed(max_restarts=1)), tmp_path / "run")
+    assert (result.status, len(result.restarts)) == ("finished", 1)
+    assert not ray.is_initialized()
     assert all_gone(pids)

@@ -2,11 +2,9 @@
 
 import dataclasses
 import json
-import os
-import signal
 
 import pytest
-from cluster.ray_here import all_gone, placed
+from cluster.ray_here import all_gone, kill_in, placed
 from equivalence.test_ray import numbers
 from random_models import save_random_classifier
 from rewards.rated import described
@@ -14,7 +12,6 @@ from same_training import course, newest
 from trainer.runs import PPO_ALGORITHM, fit
 
 from verl.checkpoint.read.reader import CheckpointReader
-from verl.cluster.ray.ray_worker_group import RayWorkerGroup
 from verl.errors import WorkerDied
 
 pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.usefixtures("ray_here"), pytest.mark.slow]
@@ -43,33 +40,12 @@ def whole(model32, judge, tmp_path_factory):
     return directory
 
 
-@pytest.fixture
-def killing(monkeypatch):
-    """Ends a worker in the midst of the first calls of a name in a step; returns the process ids of all workers."""
-    pids = []
-
-    def strike(call: str, step: int, times: int = 1, number: int = signal.SIGKILL):
-        submit, left = RayWorkerGroup.submit, [times]
-
-        def submit_and_kill(cluster, role, method, args):
-            pids.extend(pid for pid in cluster.pids if pid not in pids)
-            if f"{role}.{method}" == call and cluster.step == step and left[0]:
-                left[0] -= 1
-                os.kill(cluster.pids[-1], number)
-            return submit(cluster, role, method, args)
-
-        monkeypatch.setattr(RayWorkerGroup, "submit", submit_and_kill)
-        return pids
-
-    return strike
-
-
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("call", CALLS)
 def test_a_worker_killed_in_any_stage_costs_the_step_and_nothing_else(
-    call, whole, judge, killing, model32, tmp_path, caplog
+    call, whole, judge, monkeypatch, model32, tmp_path, caplog
 ):
-    pids = killing(call, step=3)
+    pids = kill_in(monkeypatch, call, step=3)
     run = course(model32, tmp_path, PPO_ALGORITHM, reward=judge, placement=placed(max_restarts=1))
     result = fit(run, tmp_path / "run")
     assert (result.status, result.steps, len(result.restarts)) == ("finished", 4, 1)
@@ -83,8 +59,8 @@ def test_a_worker_killed_in_any_stage_costs_the_step_and_nothing_else(
 
 
 @pytest.mark.exhaustive
-def test_without_checkpoints_the_run_ends_and_says_why(killing, model32, tmp_path):
-    pids = killing("actor.update", step=1)
+def test_without_checkpoints_the_run_ends_and_says_why(monkeypatch, model32, tmp_path):
+    pids = kill_in(monkeypatch, "actor.update", step=1)
     run = dataclasses.replace(course(model32, tmp_path, placement=placed(max_restarts=1)), checkpoint=None)
     with pytest.raises(WorkerDied, match=r"rank 0 failed in actor\.update at step 1[\s\S]*keeps no checkpoints"):
         fit(run, tmp_path / "run")
@@ -92,8 +68,8 @@ def test_without_checkpoints_the_run_ends_and_says_why(killing, model32, tmp_pat
 
 
 @pytest.mark.exhaustive
-def test_restarts_are_bounded_and_begin_anew_where_nothing_was_saved(killing, model32, tmp_path, caplog):
-    pids = killing("actor.update", step=1, times=9)
+def test_restarts_are_bounded_and_begin_anew_where_nothing_was_saved(monkeypatch, model32, tmp_path, caplog):
+    pids = kill_in(monkeypatch, "actor.update", step=1, times=9)
     run = course(model32, tmp_path, placement=placed(max_restarts=1))
     with pytest.raises(WorkerDied, match=r"restarted 1 times before, and trainer\.placement\.max_restarts"):
         fit(run, tmp_path / "run")

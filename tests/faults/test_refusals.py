@@ -7,16 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from faults.disks import CHANGING, FailingDisk, Operation, RecordingDisk, RefusingDisk, ShortWritingDisk, is_killed
-from faults.scenarios import SCENARIOS, WEIGHT, Scenario, check, check_next_save, fast_directory, save, version_of
+from faults.scenarios import WEIGHT, Scenario, check, check_next_save, fast_directory, save, scenarios, version_of
 
 from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.core.filesystem import FileSystem
 from verl.errors import CheckpointError, NoSpaceForCheckpoint
 
 CODES = [errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.EINTR, errno.EROFS]
-
-
-IN_SHORT = [scenario for scenario in SCENARIOS if scenario.name in ("save from memory", "retention")]
 
 
 def is_convenience(operation: Operation) -> bool:
@@ -62,15 +59,9 @@ def run(scenario: Scenario, codes: list[int], stride: int) -> int:
 
 
 @pytest.mark.first_rows(1)
-@pytest.mark.parametrize("scenario", IN_SHORT, ids=str)
-def test_a_refusal_is_raised_and_does_no_harm(scenario, record_property):
-    record_property("fault_cases", run(scenario, CODES, stride=211))
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=str)
-def test_any_refusal_is_raised_and_does_no_harm(scenario, record_property):
-    record_property("fault_cases", run(scenario, CODES, stride=1))
+@pytest.mark.parametrize(("scenario", "whole"), scenarios("save from memory", "retention"))
+def test_a_refusal_is_raised_and_does_no_harm(scenario, whole, record_property):
+    record_property("fault_cases", run(scenario, CODES, stride=1 if whole else 211))
 
 
 @pytest.mark.parametrize("code", [errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP])

@@ -1,16 +1,13 @@
 """RayPPOTrainer, with roles that move to Ray one by one, and supervised fine-tuning in Ray."""
 
-import os
-import signal
 from dataclasses import replace
 
 import pytest
-from cluster.ray_here import all_gone, placed
+from cluster.ray_here import all_gone, kill_in, placed
 from refusals import refusal
 from trainer.test_sft import sft_run
 
 from verl.checkpoint.config import Checkpointing
-from verl.cluster.ray.ray_worker_group import RayWorkerGroup
 from verl.component import BuildContext
 from verl.compose.compose import compose_root
 from verl.compose.validate import validate
@@ -79,15 +76,7 @@ def test_workers_in_ray_train_what_this_process_trains_and_a_lost_one_is_replace
     assert one == alone
     assert all_gone(pids)
 
-    submit, killed = RayWorkerGroup.submit, []
-
-    def submit_and_kill(cluster, role, method, args):
-        if method == "update" and cluster.step == 3 and not killed:
-            killed.extend(cluster.pids)
-            os.kill(cluster.pids[-1], signal.SIGKILL)
-        return submit(cluster, role, method, args)
-
-    monkeypatch.setattr(RayWorkerGroup, "submit", submit_and_kill)
+    seen = kill_in(monkeypatch, "learner.update", step=3)
     saves = Checkpointing(save_dir=str(tmp_path / "checkpoints"), save_interval=1, save_async=False)
     two = replace(run, checkpoint=saves, sharding=DDP(timeout_s=60.0))
     two = with_settings(two, placement=placed(max_restarts=1), n_gpus_per_node=2)
@@ -98,8 +87,8 @@ def test_workers_in_ray_train_what_this_process_trains_and_a_lost_one_is_replace
     assert [*again] == [*alone]
     for step, metrics in again.items():
         assert metrics == pytest.approx(alone[step], rel=1e-5)
-    assert killed == pids
-    assert all_gone(killed)
+    assert seen[:2] == pids
+    assert all_gone(seen)
 
 
 @pytest.mark.first_rows(2)
