@@ -117,7 +117,7 @@ def ppo_seconds(model: Path, steps: int, directory: Path) -> list[float]:
     (directory / "rate.py").write_text(
         "def score(prompts, responses):\n    return [float(i % 2) for i in range(len(responses))]\n"
     )
-    lora = f"actor.lora={{_target_: verl.models.lora.LoRA, rank: {RANK}}}"
+    lora = f"actor.lora.rank={RANK}"
     words = [
         "algorithm=grpo", "algorithm.kl.coef=0", "critic=none", "reference=none", "checkpoint=off", "actor=pretrained",
         f"actor.model.path={model}", lora, f"actor.optimizer.lr={LR}", "data=files", f"data.train_files=[{rows}]",

@@ -29,7 +29,7 @@ FLAGS = {  # what each flag becomes; one without VALUE takes none
     "actor": "actor=VALUE",
     "model": "actor=pretrained actor.model.path=VALUE",
     "critic_model": "critic=own_model critic.model.path=VALUE",
-    "lora_rank": "actor.lora={_target_:verl.models.lora.LoRA,rank:VALUE}",
+    "lora_rank": "actor.lora.rank=VALUE",
     "gradient_checkpointing": "actor.gradient_checkpointing=true",
     "algorithm": "algorithm=VALUE",
     "learning_rate": "actor.optimizer.lr=VALUE",

@@ -164,9 +164,10 @@ def test_settings_that_cannot_be_are_refused_by_name(kind, settings, path):
 SCRATCH = ["actor=tiny_scratch"]
 TWO_PROCESSES = ["trainer.n_gpus_per_node=2"]
 CONTEXT, TENSORS = ([*TWO_PROCESSES, "sharding=parallel", f"sharding.{axis}=2"] for axis in ("cp", "tp"))
-LORA = "actor.lora={{_target_:verl.models.lora.LoRA,rank:{}}}"
+ADAPTER = ["rollout=vllm", "rollout.lora=adapter"]
+LORA = "actor.lora.rank={}"
 AHEAD = ["trainer.mode=async"]
-CORRECTED = [*AHEAD, "algorithm.correction={_target_:verl.algorithms.importance_sampling.TruncatedIS}"]
+CORRECTED = [*AHEAD, "algorithm.correction.level=token"]
 SERVED = ["rollout=server", "rollout.endpoint.base_url=http://localhost:8000"]
 BEHAVIOUR = ["algorithm.proximal=behaviour", *SERVED]
 IN_FLIGHT = ["rollout.weight_update=in_flight"]
@@ -176,6 +177,7 @@ TOOLS += ["actor=tiny_scratch", "actor.model.context_length=160"]
 PROGRAM = ["environment=agent_program", "environment.path=agent.py:run"]
 REFUSED_RUNS = [  # overrides, and what is blamed
     # an engine and the actor
+    ([*ADAPTER, LORA.format(600)], "actor.lora.rank"),
     (["rollout=vllm", "rollout.call_timeout_s=600", "sharding=fsdp", *TWO_PROCESSES], "rollout.call_timeout_s"),
     # drawing one step ahead
     (AHEAD, "trainer.mode"),

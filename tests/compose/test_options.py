@@ -281,6 +281,7 @@ def components_of(node):
     [
         (["trainer.stop_after=3"], "trainer.stop_after", 3),  # named by no file
         (["+actor.lora={_target_:verl.models.lora.LoRA,rank:4}"], "actor.lora.alpha", 16.0),
+        (["+actor.lora.rank=4"], "actor.lora._target_", "verl.models.lora.LoRA"),  # the one component that can be there
         (["trainer.seed=${rollout.top_k}"], "trainer.seed", 0),  # a reference to a field that no file names
         (["trainer={safety:{max_skips:7}}"], "trainer.safety.max_skips", 7),
         (["trainer.safety={max_skips:7}"], "trainer.safety.max_dumps", 10),

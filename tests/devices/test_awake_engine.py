@@ -26,7 +26,7 @@ from verl.trainer.plan.run_plan import log_plan
 from verl.trainer.plan.workload import device_named
 from verl.utils import memory
 
-CORRECTION = "algorithm.correction={_target_:verl.algorithms.importance_sampling.TruncatedIS,level:token,cap:2.0}"
+CORRECTION = "algorithm.correction.level=token"
 AHEAD = ("trainer.mode=async", CORRECTION)
 SLEEPLESS, SLEEPS = ("rollout.sleep=false",), ("rollout.sleep=true",)
 

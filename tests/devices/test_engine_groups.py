@@ -153,6 +153,8 @@ def test_stages_of_a_pipeline_that_are_no_neighbours_find_their_rows(monkeypatch
 class RecordedEngine:
     """Takes the place of `EngineWeights`: a thread reads the stream; what would allocate on a GPU is written down."""
 
+    lora_rank = None
+
     def __init__(self, events):
         self.events, self.reading = events, threading.Thread()
         self.process = SimpleNamespace(is_busy=lambda: True)
@@ -182,7 +184,7 @@ class RecordedEngine:
         self.reading.join()
         return 0.0
 
-    def begin_verify(self, question):
+    def begin_verify(self, question, adapter):
         self.events.append("kv_cache")
 
     def end_verify(self, parts, seconds):

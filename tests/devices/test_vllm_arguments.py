@@ -36,7 +36,10 @@ def arguments(options: VLLMRollout, memory: DeviceMemory, needed: int | None, di
     """As `engine_args` makes them on a GPU of which only the numbers are here."""
     shape = engine_shape(options, llama_8b(), torch.bfloat16)
     cache = cache_bytes(options, shape, memory, needed)
-    setting = EngineArgs(options, directory, torch.bfloat16, 1, True, "", cache, utilization(shape, cache, memory))
+    rank = 16 if options.lora == "adapter" else None
+    setting = EngineArgs(
+        options, directory, torch.bfloat16, 1, True, rank, "", cache, utilization(shape, cache, memory)
+    )
     return setting.engine_arguments()
 
 
@@ -48,6 +51,7 @@ CASES = {
     "over two GPUs": (replace(ROLLOUT, tensor_parallel_size=2), BUSY, 25 * GIB),
     "two stages": (replace(ROLLOUT, pipeline_parallel_size=2), BUSY, 25 * GIB),
     "two stages of four GPUs": (replace(ROLLOUT, tensor_parallel_size=4, pipeline_parallel_size=2), BUSY, 25 * GIB),
+    "an adapter": (replace(ROLLOUT, lora="adapter"), BUSY, 25 * GIB),
     "a long context": (replace(ROLLOUT, max_model_len=32768), BUSY, 25 * GIB),
     "a GPU of its own": (ROLLOUT, H100, 0),
     "captured graphs": (replace(ROLLOUT, enforce_eager=False), BUSY, 25 * GIB),

@@ -31,11 +31,14 @@ from verl.cluster.rpc import role_handles, row_assignment
 from verl.component import BuildContext, Description, component
 from verl.engines.parallel_dims import DataParallelism
 from verl.engines.sharding import DDP, Sharding
+from verl.models.parallel_info import parallel_info_of
 from verl.ops.batching import BatchPartition
 from verl.ops.resharding.dtensor import is_on_other_stage, local
 from verl.protocol import DataProto
 from verl.protocol.dispatch import dispatch_of, on_all, on_each
+from verl.rollout.proof.fingerprints import adapter_tensors
 from verl.rollout.weight_sync.state_dict import weights_of
+from verl.rollout.weight_sync.transfer import whole_adapter
 from verl.trainer.ppo_config import PPORun
 from verl.workers.colocated import RLHost
 from verl.workers.load_state import RestoreSource, RoleState
@@ -179,6 +182,8 @@ class Bench:
             trainer.step(trainer.train_data.collate(prompts), 1)
             model = trainer.cluster.host.workers["actor"].model
             given = {weight.name: weight.make().detach() for weight in weights_of(model)}
+            if hasattr(model, "peft_config"):
+                given |= dict(adapter_tensors(model, whole_adapter(model, parallel_info_of(model))))
             trainer.save(directory / str(self.context.rank))
             return given
 

@@ -18,7 +18,7 @@ from verl.models.pretrained import Pretrained
 pytestmark = pytest.mark.xdist_group("smollm2")
 QUIET = ["tracker.tensorboard=null", "trainer.num_threads=1", "trainer.save_final=false"]
 SMALL = ["trainer.prompts_per_step=4", "data.train_size=32", "data.held_out=2", "trainer.eval_before=false"]
-LORA = ["+actor.lora._target_=verl.models.lora.LoRA", "+actor.lora.rank=16", "+actor.lora.alpha=32"]
+LORA = ["+actor.lora.rank=16", "+actor.lora.alpha=32"]
 STEPS = 4
 
 

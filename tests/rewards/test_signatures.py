@@ -52,10 +52,11 @@ def test_a_function_of_verl_gets_its_arguments(per_sample, columns, tmp_path):
     assert list(scored["reward_pred"]) == ["2", "5"]
 
 
-def test_the_ground_truth_of_verl_s_data_is_a_column_for_rules_too():
+@pytest.mark.parametrize("columns", [VERL_COLUMNS, {"answer": ["2", "4"]}])
+def test_the_ground_truth_of_verl_s_data_is_a_column_for_rules_too(columns):
     rule = ExactMatch(answer_key="ground_truth")
-    assert not list(missing_columns(rule, VERL_COLUMNS, "rows"))
-    assert list(rule.score_tokens(batch_of(**VERL_COLUMNS))["score"]) == [1.0, 0.0]
+    assert not list(missing_columns(rule, columns, "rows"))
+    assert list(rule.score_tokens(batch_of(**columns))["score"]) == [1.0, 0.0]
 
 
 def test_a_column_that_is_missing_or_a_setting_that_does_not_exist_is_named_before_the_function_is_called(tmp_path):

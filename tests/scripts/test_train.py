@@ -87,7 +87,7 @@ def test_flags_become_assignments_in_our_spelling(capsys):
         *("--reward_function", "my.py:reward", "--lora_rank", "8", "--wandb", "--output_dir", "out/x"),
     )
     assert sorted(overrides) == [
-        "actor.lora={_target_:verl.models.lora.LoRA,rank:8}",
+        "actor.lora.rank=8",
         "actor.model.path=./m",
         "actor=pretrained",
         "data.train_files=[a.jsonl,'b c.jsonl']",

@@ -272,25 +272,25 @@ def test_every_sharding_is_an_option_of_the_key_of_other_programs():
 # Engines
 
 
-VLLM = ["rollout=vllm"]
+ADAPTER = ["rollout=vllm", "rollout.lora=adapter"]
 TWO_GPUS = ["trainer.n_gpus_per_node=2"]
 SERVER = ["rollout=server", "rollout.endpoint.base_url=http://localhost:1"]
 
 
 def adapter(rank: int) -> str:
-    return f"actor.lora={{_target_:verl.models.lora.LoRA,rank:{rank}}}"
+    return f"actor.lora.rank={rank}"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
     [
-        [*VLLM, "sharding=fsdp", *TWO_GPUS],
+        [*ADAPTER, "sharding=fsdp", *TWO_GPUS],
         ["rollout=vllm", "rollout.call_timeout_s=3600"],
-        [*VLLM, adapter(8), "sharding=ddp", *TWO_GPUS],
-        [*VLLM, adapter(8), "sharding=fsdp", *TWO_GPUS],
-        [*VLLM, adapter(8), "sharding=pp", *TWO_GPUS],
-        [*VLLM, adapter(512)],
+        [*ADAPTER, adapter(8), "sharding=ddp", *TWO_GPUS],
+        [*ADAPTER, adapter(8), "sharding=fsdp", *TWO_GPUS],
+        [*ADAPTER, adapter(8), "sharding=pp", *TWO_GPUS],
+        [*ADAPTER, adapter(512)],
         SERVER,
         [*SERVER, "sharding=fsdp", *TWO_GPUS],
         [*SERVER, "sharding=pp", *TWO_GPUS],

@@ -107,8 +107,9 @@ def test_sft_learns_from_pictures(tmp_path):
         ({"sharding": TP(), "n_gpus_per_node": 2}, "sharding.tp"),
         ({"rollout": ScriptedRollout(texts=("3",), max_new_tokens=8)}, "rollout"),
         ({"rollout": VLLMRollout(max_new_tokens=8, tensor_parallel_size=2)}, "rollout.tensor_parallel_size"),
+        ({"rollout": VLLMRollout(max_new_tokens=8, lora="adapter")}, "rollout.lora"),
     ],
-    ids=["tp", "an engine that reads none", "an engine of two"],
+    ids=["tp", "an engine that reads none", "an engine of two", "an adapter"],
 )
 def test_a_run_that_cannot_have_images_is_refused_before_weights_are_loaded(options, path, tmp_path, monkeypatch):
     monkeypatch.setattr(TinyImageText, "load_causal_lm", None)

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import typing
 from collections.abc import Mapping
 from typing import Any
 
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf, open_dict
 
-from verl.component import Description, as_plain
+from verl.component import Description, as_plain, field_types
 from verl.compose.component_import import TARGET, import_component
 
 
@@ -38,7 +39,8 @@ def fill_defaults(config: DictConfig) -> None:
     """Set the fields that a composed root does not name to the defaults of their classes, in place.
 
     A field without a default becomes `???`. A mapping without `_target_` changes keys of the component that is the
-    default of its field. Nodes that are references, and components that cannot be imported, stay as they are.
+    default of its field, or that alone is possible there: `actor.lora.rank=8` is enough. Nodes that are references, and
+    components that cannot be imported, stay as they are.
     """
     with open_dict(config):
         for key in config:
@@ -58,12 +60,17 @@ def _fill(parent: Any, key: Any) -> None:
 
 def _fill_fields(node: DictConfig) -> None:
     target: Any = node._get_node(TARGET)
-    for key, default in _defaults(None if target is None else target._value()).items():
+    kind = import_component(target._value()) if target is not None and isinstance(target._value(), str) else None
+    if not isinstance(kind, type):  # it has none, or one that cannot be imported, which `validate` reports
+        return
+    for key, default in _defaults_of(kind).items():
         changes = node._get_node(key)
         if changes is None:
             OmegaConf.update(node, key, default, merge=False)
-        elif isinstance(default, dict) and TARGET in default and _changes_default(changes):
-            OmegaConf.update(node, key, OmegaConf.merge(default, changes), merge=False)
+        elif _changes_default(changes):
+            component = default if isinstance(default, dict) else _only_component(kind, key)
+            if TARGET in component:
+                OmegaConf.update(node, key, OmegaConf.merge(component, changes), merge=False)
 
 
 def _changes_default(node: Any) -> bool:
@@ -72,10 +79,13 @@ def _changes_default(node: Any) -> bool:
     return is_mapping and TARGET not in node
 
 
-def _defaults(target: object) -> Mapping[str, Any]:
-    """The plain defaults of the fields of a component; empty if it cannot be imported, which `validate` reports."""
-    kind = import_component(target) if isinstance(target, str) else None
-    return _defaults_of(kind) if isinstance(kind, type) else {}
+def _only_component(kind: type[Description], key: str) -> Mapping[str, Any]:
+    """The one component that an optional field can hold, if there is but one."""
+    declared = typing.get_args(field_types(kind)[key])
+    match [x for x in declared if isinstance(x, type) and issubclass(x, Description)]:
+        case [only] if not only.__subclasses__():
+            return {TARGET: f"{only.__module__}.{only.__qualname__}", **_defaults_of(only)}
+    return {}
 
 
 @functools.cache

@@ -95,6 +95,8 @@ ALIASES: dict[str, str | dict[str, str]] = {
 # Names of settings in verl-project/verl, TRL and OpenRLHF, whose errors name the key that has this meaning here
 MEANT = {
     "actor.lora.rank": "lora_rank lora_r",
+    "actor.lora.alpha": "lora_alpha",
+    "actor.lora.target_modules": "lora_target_modules",
     "actor.micro_batch_tokens": "ppo_micro_batch_size ppo_micro_batch_size_per_gpu ppo_max_token_len_per_gpu "
     "use_dynamic_bsz log_prob_micro_batch_size_per_gpu per_device_train_batch_size gradient_accumulation_steps",
     "actor.model.path": "model_name_or_path",
@@ -111,6 +113,7 @@ MEANT = {
     "algorithm.policy_loss.clip_high": "clip_ratio_high epsilon_high",
     "algorithm.policy_loss.clip_low": "clip_ratio clip_ratio_low cliprange epsilon eps_clip",
     "algorithm.selection": "filter_groups",
+    "checkpoint.save_dir": "output_dir",
     "checkpoint.save_interval": "save_steps",
     "data.max_prompt_length": "max_prompt_length prompt_max_len",
     "data.truncation": "filter_overlong_prompts",

@@ -414,8 +414,8 @@ def missing_columns(reward: Description, columns: Collection[str], where: str) -
 
 
 def texts_of(batch: DataProto) -> tuple[list[str], list[str], dict[str, list]]:
-    """Prompts, responses and all other columns of a batch, B items each; an entry `ground_truth` of `reward_model`, as
-    in verl's data, is a column too.
+    """Prompts, responses and all other columns of a batch, B items each. `ground_truth` is the column of that name, or
+    that entry of `reward_model`, as in verl's data, or the column `answer`.
 
     Raises:
         RewardError: the batch has no texts.
@@ -426,6 +426,6 @@ def texts_of(batch: DataProto) -> tuple[list[str], list[str], dict[str, list]]:
         raise RewardError(f"The batch has no {' and no '.join(missing)}: a reward reads texts. It has {columns}.")
     columns = {name: list(values) for name, values in arrays.items() if name not in TEXT_COLUMNS}
     truths = [x.get("ground_truth") if isinstance(x, Mapping) else None for x in columns.get("reward_model", ())]
-    if any(x is not None for x in truths):
+    if any(x is not None for x in truths) or (truths := columns.get("answer", [])):
         columns.setdefault("ground_truth", truths)
     return list(arrays["prompt_text"]), list(arrays["response_text"]), columns

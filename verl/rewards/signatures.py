@@ -16,10 +16,7 @@ from verl.protocol.user_function import GIVEN, signature_of
 
 
 def with_own_arguments(function: Callable, kwargs: dict[str, Any], per_sample: bool = False) -> Callable:
-    """A function with our arguments that calls one of verl or TRL with `kwargs`; other functions unchanged.
-
-    `ground_truth` is the column of that name, see `texts_of`, else the column `answer`.
-    """
+    """A function with our arguments that calls one of verl or TRL with `kwargs`; other functions unchanged."""
     if (convention := signature_of(function).convention) is None:
         return function
     (signature := inspect.signature(function)).bind_partial(**kwargs)  # else a TypeError
@@ -35,8 +32,6 @@ def with_own_arguments(function: Callable, kwargs: dict[str, Any], per_sample: b
             turns = [y if x is None else [{"role": "assistant", "content": y}] for x, y in zip(chats, responses)]
             table |= {"prompts": [x or y for x, y in zip(chats, prompts)], "completions": turns}
             return function(**{x: table[x] for x in table if takes_any or x in signature.parameters} | kwargs)
-        if "answer" in table:
-            table.setdefault("ground_truth", table["answer"])
         table = {"data_source": none, "extra_info": none, **table, "solution_str": responses}
         used = [x for x in (*GIVEN, "ground_truth") if x in table and x in signature.parameters]
         scores = [function(**dict(zip(used, row)) | kwargs) for row in zip(*(table[x] for x in used))]

@@ -94,6 +94,10 @@ class Rollout(Description):
         """The description used for this model; differs from `self` only if this one chooses between engines."""
         return self
 
+    def faults_with_actor(self, lora_rank: int | None) -> Iterator[str]:
+        """Faults in combination with the actor: with the rank of its adapter, None if it has none."""
+        return iter(())
+
     def faults_with_images(self) -> Iterator[str]:
         """Faults of a run whose prompts have images."""
         if "images" not in self.supports:

@@ -224,7 +224,7 @@ class ProcessEngine(RolloutEngine):
         verifier = SyncVerifier(self.model, self.setup.dtype, rows, log_probs, own_type)
         threads = _shared_core_threads(self.setup, context)
         stops = context.gap_stops and self.is_alone  # else a probe is a forward pass of all processes together
-        return EngineWeights(self.process, self.info, verifier, threads, stops)
+        return EngineWeights(self.process, self.info, self.model, verifier, self.setup.lora_rank, threads, stops)
 
     def _gpus(self, context: BuildContext, is_one_machine: bool) -> Sequence[str] | None:
         """Names of the GPUs of the engine of several processes; None for those of this process alone."""

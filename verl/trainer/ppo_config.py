@@ -128,7 +128,7 @@ def _async_faults(run: Any) -> Iterator[str]:
     if algorithm.correction is None and algorithm.proximal == "trainer":
         yield (
             f"{setting}: responses come from older weights, which requires importance weights. "
-            "Set algorithm.correction={_target_:verl.algorithms.importance_sampling.TruncatedIS}, "
+            "Set algorithm.correction.level=token, "
             f"algorithm.proximal=behaviour, or {remedy}."
         )
     if algorithm.selection is not None:
@@ -138,7 +138,7 @@ def _async_faults(run: Any) -> Iterator[str]:
 
 
 def _rollout_faults(run: Any) -> Iterator[str]:
-    shardings = run.shardings()
+    shardings, adapter = run.shardings(), run.actor.lora
     count = role_processes(run)["actor"]
     is_divided = shardings["actor"].parameter_shards(count) > 1
     if run.algorithm.proximal == "behaviour" and getattr(run.rollout, "log_probs", None) == "trainer":
@@ -146,6 +146,7 @@ def _rollout_faults(run: Any) -> Iterator[str]:
             "algorithm.proximal is behaviour, and rollout.log_probs is trainer: the engine records no log-probs of its "
             "own. Set rollout.log_probs=server, or algorithm.proximal=trainer."
         )
+    yield from run.rollout.faults_with_actor(None if adapter is None else adapter.rank)
     if isinstance(run.actor.model, ModuleModel) and "modules" not in run.rollout.supports:
         yield (
             f"rollout is a {type(run.rollout).__name__}: it takes models of transformers alone, and actor.model is a "

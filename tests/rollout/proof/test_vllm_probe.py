@@ -24,6 +24,7 @@ ENGINES = {
     "qwen2 tied": ("qwen2", {"tie_word_embeddings": True}, "float32", "weights"),
     "qwen3 bfloat16": ("qwen3", {"head_dim": 32}, "bfloat16", "weights"),
     "experts": ("qwen3_moe", {"head_dim": 32, "moe_intermediate_size": 64}, "float32", "experts"),
+    "adapter": ("qwen2", {}, "float32", "adapter"),
 }
 WHOLE = ["qwen2 tied", pytest.param("qwen3 bfloat16", marks=pytest.mark.exhaustive)]
 ATTENTION, LATE, EXPERTS = "model.layers.0.self_attn", "model.layers.1", "model.layers.1.mlp.experts"
@@ -114,3 +115,20 @@ def test_an_expert_that_is_not_the_trainers_is_named(found, scenario, named):
 def test_every_packing_of_experts_of_this_machine_can_be_read(found):
     assert found["experts"]["packing"]["names"] == []
     assert "vec" in found["experts"]["packing"]["text"]
+
+
+@pytest.mark.parametrize("scenario", ["first", "clean", "last"])
+def test_a_clean_sync_of_an_adapter_is_proven(found, scenario):
+    outcome = found["adapter"][scenario]
+    assert outcome["names"] == []
+    assert outcome["metrics"]["sync/probe_gap_nats"] < 1e-4
+
+
+@pytest.mark.parametrize("scenario", ["stale", "not asked for"])
+def test_an_adapter_that_is_not_the_trainers_is_caught(found, scenario):
+    assert len(found["adapter"][scenario]["names"]) == 2 * 2 * 7  # A and B, two layers, seven products
+
+
+def test_an_adapter_that_binds_some_layers_only_is_caught(found):
+    names = found["adapter"]["binds half"]["names"]
+    assert names == [f"model.layers.{i}.self_attn.q_proj.lora_{part}" for i in (0, 1) for part in "AB"]

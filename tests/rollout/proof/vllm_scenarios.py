@@ -11,6 +11,7 @@ import gc
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -24,21 +25,23 @@ import torch
 from torch import Tensor
 
 from verl.errors import WeightSyncError
-from verl.models.hf_state_dict import hf_state_dict
+from verl.models.hf_state_dict import hf_state_dict, live_tensors
+from verl.models.lora import LoRA
 from verl.models.pretrained import Pretrained
 from verl.rollout.model_log_probs import trainer_log_probs
 from verl.rollout.proof import SyncVerifier, probe_rows
+from verl.rollout.proof.fingerprints import plain_name
 from verl.rollout.vllm.server.layer_fingerprints import packed, unpacked
 from verl.rollout.vllm.server.verification import answer_request
 
 Stream = Iterable[tuple[str, Tensor]]
-CONTEXT = 64
+CONTEXT, RANK = 64, 8
 
 
 class Pair:
     """A trainer's model and an engine with the same weights, which follow each other by syncs."""
 
-    def __init__(self, path: str, dtype: str):
+    def __init__(self, path: str, dtype: str, **options: Any):
         from vllm import LLM
 
         from verl.rollout.vllm.server.engine_server import inspect_here
@@ -59,6 +62,7 @@ class Pair:
             max_num_seqs=8,
             max_num_batched_tokens=CONTEXT,
             kv_cache_memory_bytes=16 << 20,
+            **options,
         )
         self.prover = self.new_prover(self.dtype)
 
@@ -177,13 +181,58 @@ def packing_outcome() -> dict[str, Any]:
     return {"names": wrong, "text": str(kinds)}
 
 
-SCENARIOS = {"weights": weight_scenarios, "experts": expert_scenarios}
+def adapter_scenarios(pair: Pair) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Syncs of an adapter alone, after one of the weights."""
+    from vllm.lora.request import LoRARequest
+
+    pair.model = LoRA(rank=RANK).apply(pair.model, causal_lm=True)
+    pair.prover = pair.new_prover(pair.dtype)
+    directory = Path(tempfile.mkdtemp())
+
+    def written(version: int) -> LoRARequest:
+        pair.model.save_pretrained(directory / str(version))
+        return LoRARequest(f"v{version}", version, str(directory / str(version)))
+
+    def sync(request: Any, *, weights: bool = False, note: bool = True) -> dict[str, Any]:
+        question = pair.prover.question(weights=weights, adapter_rank=RANK)
+        if weights:
+            held = pair.model.get_base_model().state_dict()
+            for name, x in held.items():
+                if "lora_" not in name:
+                    pair.prover.add_fingerprint(plain_name(name), x)
+        if note:
+            pair.prover.add_adapter_fingerprints(live_tensors(pair.model))
+        return pair.prove(lambda: answer_request(pair.llm, question, request))
+
+    yield "first", sync(written(1), weights=True)
+    pair.train(lr=1e-3)
+    yield "stale", sync(LoRARequest("v1", 1, str(directory / "1")))
+    second = written(2)
+    yield "clean", sync(second)
+    pair.train(lr=1e-3)
+    yield "not asked for", sync(None)
+    yield "binds half", sync(unbound(written(3), only="q_proj"))
+    yield "last", sync(written(4))
+
+
+def unbound(request: Any, only: str) -> Any:
+    """The adapter with names of layers that the model does not have."""
+    from safetensors.torch import load_file, save_file
+
+    file = Path(request.lora_path) / "adapter_model.safetensors"
+    tensors = load_file(file)
+    save_file({(n.replace(".layers.", ".layers.7") if only in n else n): x for n, x in tensors.items()}, file)
+    return request
+
+
+SCENARIOS = {"weights": weight_scenarios, "experts": expert_scenarios, "adapter": adapter_scenarios}
 
 
 def outcomes(path: str, dtype: str, kind: str) -> dict[str, Any]:
     """Every scenario with an engine of its own."""
     torch.manual_seed(0)
-    pair = Pair(path, dtype)
+    options = {"enable_lora": True, "max_lora_rank": RANK, "max_loras": 1} if kind == "adapter" else {}
+    pair = Pair(path, dtype, **options)
     try:
         return dict(SCENARIOS[kind](pair))
     finally:

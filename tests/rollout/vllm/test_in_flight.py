@@ -1,5 +1,6 @@
 """Weights that vLLM takes between two tokens of its responses."""
 
+import dataclasses
 import os
 import signal
 import time
@@ -19,6 +20,7 @@ from workers.versions import VersionedModel
 from verl.cluster.placement import DeviceMesh
 from verl.engines.sharding import FSDP
 from verl.errors import WorkerError
+from verl.models.lora import LoRA
 from verl.ops.sampling import EVALUATION
 from verl.protocol import DataProto
 from verl.rollout.base import GenerationRequest
@@ -198,7 +200,8 @@ def test_a_replayed_run_and_one_that_is_resumed_in_the_middle_of_responses_have_
     ("where", "kv_cache"),
     [
         ("fsdp", "recompute"),
-        ("fsdp", "keep"),
+        ("fsdp, adapter", "recompute"),
+        ("fsdp, adapter", "keep"),
         ("mesh", "keep"),
         ("two engines", "keep"),
         ("two engines", "recompute"),
@@ -217,7 +220,11 @@ def test_the_sampler_has_the_engine_of_a_sharded_or_placed_actor(where, kv_cache
     model = save_family(tmp_path / "model", "qwen2")
 
     def make(name, **options):
-        return in_flight(model, tmp_path / name, kv_cache, **of_actor[where], **options)
+        if "adapter" not in where:
+            return in_flight(model, tmp_path / name, kv_cache, **of_actor[where], **options)
+        rollout = VLLMRollout(max_new_tokens=24, kv_cache=kv_cache, lora="adapter", **OPTIONS)
+        run = in_flight(model, tmp_path / name, kv_cache, rollout=rollout, **sharded, **options)
+        return dataclasses.replace(run, actor=dataclasses.replace(run.actor, lora=LoRA(rank=8)))
 
     repeated(make, tmp_path, resume=2)
 

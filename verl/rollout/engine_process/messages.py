@@ -21,6 +21,7 @@ class EngineSetup:
         environment: variables of the process.
         dtype: data type of its computation.
         num_threads: threads of the engine, on a CPU.
+        lora_rank: rank of an adapter that is sent unmerged; None if there is none.
     """
 
     name: str
@@ -30,6 +31,7 @@ class EngineSetup:
     dtype: torch.dtype
     num_threads: int = 1
     is_on_gpu: bool = False
+    lora_rank: int | None = None
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ has several processes, its workers are forks of this one, or import this module 
 An engine is a class that is made with one argument and has the methods that the trainer calls:
 
 describe, lost_worker                              `EngineInfo`; the worker process that ended, or None
-wants, connect, load, prove                        weights: see `verl.rollout.weight_sync.engine_weights`
+wants, connect, load, adopt, prove                 weights: see `verl.rollout.weight_sync.engine_weights`
 begin_turns, advance_turns, open_turns, end_turns  responses: see `verl.rollout.engine_process.turns`
 sleep, wake                                        GPU memory given back, and taken again
 """

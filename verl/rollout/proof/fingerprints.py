@@ -100,6 +100,7 @@ class WeightFingerprint:
             [1, n]: itself. More than two dimensions count as rows, but for the last.
         width: entries of a row, or None for a vector.
         dtype: data type of the tensor, such as `bfloat16`.
+        slack: allowed relative difference of values that are otherwise compared bit by bit.
         rows: number of rows of the whole tensor, of which this is a part; None: this is the whole tensor.
         offset: row at which the part begins.
         is_term: the values are sums over the rank's columns, to be added over ranks.
@@ -108,6 +109,7 @@ class WeightFingerprint:
     values: np.ndarray
     width: int | None
     dtype: str
+    slack: float = 0.0
     rows: int | None = None
     offset: int = 0
     is_term: bool = False
@@ -122,20 +124,22 @@ FingerprintParts = dict[str, list[WeightFingerprint]]  # of one rank; a fused la
 
 
 @torch.no_grad()
-def fingerprint(tensor: Tensor, vectors: ProbeVectors, dtype: torch.dtype | None = None) -> WeightFingerprint:
+def fingerprint(
+    tensor: Tensor, vectors: ProbeVectors, dtype: torch.dtype | None = None, slack: float = 0.0
+) -> WeightFingerprint:
     """The fingerprint of a tensor in an engine's `dtype`; None: the tensor's own."""
     tensor, dtype = tensor.detach(), dtype or tensor.dtype
     name = dtype_name(dtype)
     if tensor.dim() < 2:
         own = tensor.to(dtype, copy=True).reshape(1, -1)  # the next update changes the tensor in place
-        return WeightFingerprint(as_array(own), None, name)
+        return WeightFingerprint(as_array(own), None, name, slack)
     rows = tensor.reshape(-1, tensor.shape[-1])
     width = rows.shape[1]
     columns = _numbers(vectors.columns(width), tensor.device)
     values = torch.empty(1 + len(columns), len(rows), device=tensor.device)
     values[1:] = rows.index_select(1, columns).T.to(dtype)
     _times(rows, vectors.signs(width, tensor.device), dtype, values[0])
-    return WeightFingerprint(as_array(values), width, name)
+    return WeightFingerprint(as_array(values), width, name, slack)
 
 
 def _times(rows: Tensor, signs: Tensor, dtype: torch.dtype, out: Tensor) -> None:
@@ -305,3 +309,20 @@ def own_parts(
 def transpose_to_out_in(part: Tensor, box: Box, shape: Sequence[int]) -> tuple[Tensor, Box, tuple[int, ...]]:
     """Transpose a part of a matrix from [in, out] to [out, in]."""
     return part.T, (box[1], box[0]), (shape[1], shape[0])
+
+
+LORA_A, LORA_B = "lora_A", "lora_B"
+
+
+def adapter_tensors(model: Any, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Each A [rank, in] and each scaled B [out, rank] of a peft model, by the name of its layer.
+
+    Args:
+        tensors: of the adapter, whole, by their names in the model.
+    """
+    adapter = model.active_adapter
+    for path, module in model.named_modules():
+        if adapter in getattr(module, LORA_A, {}):
+            name, (a, b) = plain_name(path), (tensors[f"{path}.{x}.{adapter}.weight"] for x in (LORA_A, LORA_B))
+            yield f"{name}.{LORA_A}", a
+            yield f"{name}.{LORA_B}", b * module.scaling[adapter]

@@ -31,10 +31,12 @@ from torch import Tensor
 
 from verl.errors import ConfigError, WeightSyncError
 from verl.rollout.proof.fingerprints import (
+    LORA_B,
     Fingerprints,
     HostCopies,
     ProbeVectors,
     WeightFingerprint,
+    adapter_tensors,
     dtype_name,
     fingerprint,
     tied_names,
@@ -44,10 +46,11 @@ from verl.rollout.proof.probe import allowed_nats
 
 
 def tolerance(mark: WeightFingerprint) -> float:
-    """The largest relative error of the sums of a matrix that rounding explains."""
-    assert mark.width is not None
+    """The largest relative error of a sum that rounding explains."""
+    if mark.width is None:
+        return mark.slack
     unit = torch.finfo(getattr(torch, mark.dtype)).eps / 2
-    return 4 * unit + 4 * 2.0**-24 * math.sqrt(mark.width)
+    return mark.slack + 4 * unit + 4 * 2.0**-24 * math.sqrt(mark.width)
 
 
 def differing(expected: WeightFingerprint, found: WeightFingerprint) -> tuple[float, float] | None:
@@ -62,9 +65,10 @@ def differing(expected: WeightFingerprint, found: WeightFingerprint) -> tuple[fl
         allowed = tolerance(expected)
         if not (gap[0] <= allowed * size).all():
             return _largest(gap[0], size), allowed
-        gap, size = gap[1:], size / math.sqrt(found.width or 1)
-    if not (gap == 0).all():
-        return _largest(gap.max(axis=0), size), 0.0
+        gap, expected = gap[1:], WeightFingerprint(expected.values[1:], None, expected.dtype, expected.slack)
+        size = size / math.sqrt(found.width or 1)
+    if not (gap <= expected.slack * np.abs(expected.values)).all():
+        return _largest(gap.max(axis=0), size), expected.slack
     return None
 
 
@@ -183,11 +187,13 @@ class VerifyRequest:
         vectors: of this sync.
         rows: tokens of the probe; none where the engine has open turns.
         weights: whether to verify the weights of the model.
+        adapter_rank: rank of the adapter to verify, or None.
     """
 
     vectors: ProbeVectors
     rows: tuple[tuple[int, ...], ...]
     weights: bool = True
+    adapter_rank: int | None = None
 
 
 @dataclass(frozen=True)
@@ -210,8 +216,8 @@ class VerifyReply:
 class SyncVerifier:
     """The trainer's side of all syncs to one engine.
 
-    For each sync, in this order: `question` (to the engine); `add_fingerprint` for each tensor, or `adopt`; and
-    `verify` with the engine's reply.
+    For each sync, in this order: `question` (to the engine); `add_fingerprint` for each tensor, or `adopt`, and
+    `add_adapter_fingerprints`; and `verify` with the engine's reply.
 
     Args:
         model: that trains, with its adapter if it has one.
@@ -241,15 +247,16 @@ class SyncVerifier:
         self._previous: Fingerprints = {}
         self._begin_sync()
 
-    def question(self, *, weights: bool = True) -> VerifyRequest:
+    def question(self, *, weights: bool = True, adapter_rank: int | None = None) -> VerifyRequest:
         """Begin a sync.
 
         Args:
             weights: the model's weights are sent.
+            adapter_rank: an adapter of this rank is sent.
         """
         self._begin_sync()
         self.version += 1
-        return VerifyRequest(self._vectors, self.rows, weights)
+        return VerifyRequest(self._vectors, self.rows, weights, adapter_rank)
 
     def _begin_sync(self) -> None:
         self._vectors, self._copies, self._seconds = ProbeVectors(self.version), HostCopies(), 0.0
@@ -267,13 +274,19 @@ class SyncVerifier:
         self._seen = np.zeros(0), 0.0
         return replace(question, rows=())
 
-    def add_fingerprint(self, name: str, tensor: Tensor) -> None:
+    def add_fingerprint(self, name: str, tensor: Tensor, slack: float = 0.0) -> None:
         """Compute the fingerprint of one tensor, while it is sent, so that no tensor is read twice."""
         began = time.perf_counter()
         matrix = tensor.T if name in self.transposed else tensor
         with self._copies:
-            mark = fingerprint(matrix, self._vectors, self.dtype)
+            mark = fingerprint(matrix, self._vectors, self.dtype, slack)
         self.adopt({name: mark}, time.perf_counter() - began)
+
+    def add_adapter_fingerprints(self, adapter: Mapping[str, Tensor]) -> None:
+        """Compute fingerprints of the adapter, whose whole tensors are given by their names in the model."""
+        for name, tensor in adapter_tensors(self.model, adapter):
+            # The engine multiplies B by its scale in its own type, after rounding B to it.
+            self.add_fingerprint(name, tensor, 2 * torch.finfo(self.dtype).eps if name.endswith(LORA_B) else 0.0)
 
     def adopt(self, fingerprints: Fingerprints, seconds: float = 0.0) -> None:
         """Use fingerprints that were computed elsewhere in so many seconds, each under all names of its tensor."""

@@ -28,7 +28,9 @@ class VLLMEngine(ProcessEngine):
         args = engine_args(self.options, self.model, autocast, directory, files.name, room)
         variables = environment(self.options, context, args.num_threads, args.dtype, gpus)
         variables["VLLM_RPC_BASE_PATH"] = str(files.temporary)  # for sockets
-        return EngineSetup("vLLM", SERVER, args, variables, args.dtype, args.num_threads, args.is_on_gpu)
+        return EngineSetup(
+            "vLLM", SERVER, args, variables, args.dtype, args.num_threads, args.is_on_gpu, args.lora_rank
+        )
 
     def start_error(self, error: EngineError) -> Exception:
         return as_death(error) or as_config_error(error, self.setup.setting, self.model)

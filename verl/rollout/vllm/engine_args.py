@@ -27,7 +27,7 @@ from verl.models.structure import unwrapped
 from verl.rollout.engine_process.process import CORES_VARIABLE, EngineDied, EngineError
 from verl.rollout.process_engine import gpu_name
 from verl.rollout.vllm.gpu_memory import GIB, cache_bytes, engine_shape, utilization
-from verl.rollout.vllm.options import VLLMOptions
+from verl.rollout.vllm.options import HIGHEST_RANK, LORA_RANKS, VLLMOptions
 from verl.rollout.weight_sync.state_dict import dtype_of
 from verl.utils.directories import cache_directory
 from verl.utils.env_check import num_cores
@@ -51,6 +51,7 @@ class EngineArgs:
         directory: holds the model's configuration.
         dtype: data type of the engine's computation.
         num_threads: threads of the engine, on a CPU.
+        lora_rank: rank of an adapter that is sent unmerged; None if there is none.
         name: prefix of the names of files that the engine's processes share.
         cache_bytes: size of the key-value cache in each of its processes.
         utilization: fraction of the GPU that the engine uses; None on a CPU.
@@ -61,6 +62,7 @@ class EngineArgs:
     dtype: torch.dtype
     num_threads: int
     is_on_gpu: bool
+    lora_rank: int | None = None
     name: str = ""
     cache_bytes: int = GIB
     utilization: float | None = None
@@ -84,6 +86,9 @@ class EngineArgs:
             arguments |= {"sleep_mode_offload_cudagraph": True, "enable_nccl_comm_suspend": True}
         if self.utilization is not None:
             arguments["gpu_memory_utilization"] = self.utilization
+        if self.lora_rank is not None:
+            room = next(rank for rank in LORA_RANKS if rank >= self.lora_rank)
+            arguments |= {"enable_lora": True, "max_lora_rank": room, "max_loras": 1}
         return arguments
 
 
@@ -114,7 +119,29 @@ def engine_args(
     memory = device_memory(device) if is_on_gpu else None
     cache = cache_bytes(options, shape, memory, trainer_bytes)
     part = None if memory is None else utilization(shape, cache, memory)
-    return EngineArgs(options, str(directory), dtype, threads, is_on_gpu, name, cache, part)
+    rank = unmerged_rank(options, model, dtype)
+    return EngineArgs(options, str(directory), dtype, threads, is_on_gpu, rank, name, cache, part)
+
+
+def unmerged_rank(options: VLLMOptions, model: Any, dtype: torch.dtype) -> int | None:
+    """The rank of an adapter that the engine gets beside the base weights; None for none, or one that is merged.
+
+    Raises:
+        ConfigError: `lora` is adapter, and vLLM cannot take it so.
+    """
+    if options.lora == "merged" or not hasattr(model, "peft_config"):
+        return None
+    rank, fault = model.peft_config[model.active_adapter].r, None
+    ends = (unwrapped(model).get_input_embeddings(), unwrapped(model).get_output_embeddings())
+    if rank > LORA_RANKS[-1]:
+        fault = f"actor.lora.rank is {rank}: {HIGHEST_RANK}"
+    elif any(hasattr(layer, "base_layer") for layer in ends):
+        fault = "lora.target_modules has the embedding or the head: set rollout.lora=merged for vLLM."
+    if options.lora == "auto":
+        return None if fault or dtype == torch.float32 or is_image_text(unwrapped(model).config) else rank
+    if fault:
+        raise ConfigError(fault)
+    return rank
 
 
 def unfit(model: Any, autocast: Autocast) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from pydantic import PositiveFloat, PositiveInt
 
@@ -13,6 +13,9 @@ from verl.errors import ConfigError
 from verl.rollout.base import Capability
 from verl.rollout.engine_process.options import ProcessOptions
 from verl.utils.env_check import vllm_fault
+
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM makes room for
+HIGHEST_RANK = f"vLLM takes adapters of at most rank {LORA_RANKS[-1]}. Set rollout.lora=merged."
 
 
 @component
@@ -35,6 +38,10 @@ class VLLMOptions(ProcessOptions):
         tensor_parallel_size: GPUs that share each layer of an engine.
         pipeline_parallel_size: stages of an engine, each with some of the layers on tensor_parallel_size GPUs. A
             response passes through them in turn, so use it where tensor parallelism cannot divide the model.
+        lora: how an adapter is sent to the engine: `merged` into the model's weights, or as an `adapter` beside them.
+            In bfloat16 merging rounds the first updates away (`benchmarks/merged_adapter.py`), so `auto` merges in
+            float32, where that is exact and generation faster, and else only what vLLM takes no other way: images, and
+            adapters of the embedding, the head or a rank above 512.
         num_threads: threads of the engine, on a CPU; null: as many as the trainer has.
         sleep, chunk_mib, call_timeout_s, start_timeout_s: see `ProcessOptions`.
     """
@@ -51,6 +58,7 @@ class VLLMOptions(ProcessOptions):
     enforce_eager: bool | None = None
     tensor_parallel_size: PositiveInt = 1
     pipeline_parallel_size: PositiveInt = 1
+    lora: Literal["auto", "merged", "adapter"] = "auto"
     num_threads: PositiveInt | None = None
 
     def faults(self) -> Iterator[str]:
@@ -78,10 +86,16 @@ class VLLMOptions(ProcessOptions):
                 f"{self.max_new_tokens}."
             )
 
+    def faults_with_actor(self, lora_rank: int | None) -> Iterator[str]:
+        if self.lora == "adapter" and lora_rank is not None and lora_rank > LORA_RANKS[-1]:
+            yield f"actor.lora.rank is {lora_rank}: {HIGHEST_RANK}"
+
     def faults_with_images(self) -> Iterator[str]:
         yield from super().faults_with_images()
         if self.num_workers > 1:
             yield f"{self.worker_keys}, and the prompts have images: vLLM reads them in one process. Set them to 1."
+        if self.lora == "adapter":
+            yield "rollout.lora is adapter, and the prompts have images: vLLM gets an adapter merged. Set it to merged."
 
     @property
     def num_workers(self) -> int:

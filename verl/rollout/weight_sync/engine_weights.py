@@ -7,12 +7,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from verl.errors import WeightSyncError
+from verl.rollout.base import SyncResult
 from verl.rollout.engine_process.messages import EngineInfo
 from verl.rollout.engine_process.process import EngineProcess
 from verl.rollout.proof.fingerprints import FingerprintParts, join_parts
@@ -50,6 +54,8 @@ class EngineWeights:
     """The weights of the engine that this process leads.
 
     Args:
+        model: that trains.
+        lora_rank: rank of an adapter that is sent unmerged, after the base weights; None for merged.
         num_threads: threads of trainer and engine each, while both work.
         gap_stops: see `BuildContext`. If set, only the first sync of a process compares log-probs of the probe: later
             syncs verify the tensors, and the log-prob gap of the step covers the computation.
@@ -61,13 +67,16 @@ class EngineWeights:
         self,
         process: EngineProcess,
         info: EngineInfo,
+        model: Any,
         verifier: SyncVerifier,
+        lora_rank: int | None,
         num_threads: int,
         gap_stops: bool = False,
     ):
-        self.process, self.info, self.verifier = process, info, verifier
-        self.num_threads, self.in_place, self.gap_stops = num_threads, True, gap_stops
-        self._state = EngineState(None)
+        self.process, self.info, self.model, self.verifier = process, info, model, verifier
+        self.lora_rank, self.num_threads, self.in_place = lora_rank, num_threads, True
+        self.gap_stops = gap_stops
+        self._state, self._num_adapters, self._sends_all = EngineState(None), 0, True
 
     @property
     def state(self) -> EngineState:
@@ -91,8 +100,9 @@ class EngineWeights:
             The request of the proof; the process, and whether tensors are loaded in place: a change of either repeats
             the agreement on layouts.
         """
+        self._sends_all = self.lora_rank is None or self.needs_sync
         # before anything can fail, so that requests are numbered equally for all engines
-        question = self.verifier.question()
+        question = self.verifier.question(weights=self._sends_all, adapter_rank=self.lora_rank)
         if prepare() or self._needs_no_probe:
             question = self.verifier.without_probe(question)
         self._wake("weights")
@@ -119,7 +129,7 @@ class EngineWeights:
 
     def begin_load(self, feeds: list[Feed], dtype: torch.dtype) -> None:
         """Start reading the streams in the engine's workers; the layout is sent once."""
-        self.state.is_current = False
+        self.state.is_current, self._sends_all = False, True
         if self.state.feeds is not feeds:
             self.process.call("connect", feeds, dtype)
             self.state.feeds = feeds
@@ -133,11 +143,19 @@ class EngineWeights:
             log.info("The engine reloads its whole model at each sync: %s", anew)
         return seconds
 
-    def begin_verify(self, question: VerifyRequest) -> None:
-        """Allocate keys and values, and start a verification in the engine."""
+    def begin_verify(self, question: VerifyRequest, adapter: Mapping[str, torch.Tensor]) -> SyncResult | None:
+        """Allocate keys and values, load an adapter if there is one, and start a verification in the engine.
+
+        Args:
+            adapter: its whole tensors, by their names in the model.
+        Returns:
+            Result of sending the adapter.
+        """
         self._wake("kv_cache")
         self.state.is_asleep = False
+        sent = self._send_adapter(adapter) if question.adapter_rank is not None else None
         self._ask_for_proof(question)
+        return sent
 
     def end_verify(self, parts: Sequence[FingerprintParts], seconds: float) -> dict[str, float]:
         """Compare the engine's reply with the trainer's fingerprints, made of the parts of all processes in `seconds`,
@@ -156,6 +174,23 @@ class EngineWeights:
         self.state.was_probed = bool(question.rows) or self._needs_no_probe
         self.process.send("prove", question)
 
+    def _send_adapter(self, adapter: Mapping[str, torch.Tensor]) -> SyncResult:
+        """Send a new adapter under a new number, in a directory in memory; the previous one is removed."""
+        self.state.is_current = False
+        self._num_adapters += 1
+        directory = self.process.files.directory / f"adapter_{self._num_adapters}"
+        start = time.perf_counter()
+        self.model.save_pretrained(directory, state_dict=adapter)
+        copying = time.perf_counter() - start
+        try:
+            loading = self.process.call("adopt", str(directory), self._num_adapters)
+            size = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)
+        self.verifier.add_adapter_fingerprints(adapter)
+        metrics = {"sync/copy_s": copying, "sync/load_s": loading, "sync/bytes": float(size)}
+        return SyncResult(f"adapter {self._num_adapters}, {size / MIB:.1f} MiB to the engine", metrics)
+
     @property
     def _needs_no_probe(self) -> bool:
         return self.gap_stops and self.state.function_is_known
@@ -171,9 +206,16 @@ class EngineWeights:
             self.verifier.verify(self.process.answer())
 
     def may_repeat(self, error: Exception) -> bool:
-        """Whether a repeated sync may succeed after a failed verification: an engine may make more of a tensor than its
-        layers tell, so after a first sync it reloads its whole model from now on."""
-        if not isinstance(error, WeightSyncError) or not self.in_place or self.state.was_verified:
+        """Whether a repeated sync may succeed after a failed verification.
+
+        The frozen weights below an adapter may have been changed: the next sync sends them too. And an engine may
+        make more of a tensor than its layers tell: after a first sync it reloads its whole model from now on.
+        """
+        if not isinstance(error, WeightSyncError):
+            return False
+        if not self._sends_all:
+            return not error.faults
+        if not self.in_place or self.state.was_verified:
             return False
         log.warning(
             "Not all weights could be loaded in place: the engine reloads its whole model at each sync from now on."

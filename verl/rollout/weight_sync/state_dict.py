@@ -58,14 +58,16 @@ class NamedWeight:
         return whole if self.form is None else self.form(whole)
 
 
-def weights_of(model: Any) -> Iterator[NamedWeight]:
+def weights_of(model: Any, *, merge: bool = True) -> Iterator[NamedWeight]:
     """Every tensor that a checkpoint of the model holds, tied ones once, block by block in the order of its layers.
 
     Within a block (an attention, say) matrices come first, so that those that an engine merges are adjacent.
-    An adapter is merged.
+
+    Args:
+        merge: merge the adapter, if the model has one; otherwise the base weights.
     """
     base = unwrapped(model)
-    live = dict(live_weights(base))
+    live = dict(live_weights(base, merge))
     for name, target, shape in _forms(base, live):
         is_itself = name == target and shape == live[name].shape
         form = lambda whole, n=name, t=target: _as_saved(base, n, whole)[t]  # noqa: E731
@@ -97,7 +99,7 @@ def _forms(base: nn.Module, live: Mapping[str, NamedWeight]) -> list[Form]:
     return known[1]
 
 
-def live_weights(base: nn.Module) -> Iterator[tuple[str, NamedWeight]]:
+def live_weights(base: nn.Module, merge: bool) -> Iterator[tuple[str, NamedWeight]]:
     """The state of a model by name."""
     adapted = {name: module for name, module in base.named_modules() if hasattr(module, "get_delta_weight")}
     for name, tensor in base.state_dict(keep_vars=True).items():
@@ -108,7 +110,7 @@ def live_weights(base: nn.Module) -> Iterator[tuple[str, NamedWeight]]:
             last = name.removeprefix(f"{owner}.base_layer.")
             layer = adapted[owner]
             is_in_use = not getattr(layer, "disable_adapters", False) and not getattr(layer, "merged", False)
-            is_changed = last == "weight" and is_in_use
+            is_changed = merge and last == "weight" and is_in_use
             present = (lambda m=layer: merged(m)) if is_changed else tensor.detach
             plain = f"{owner}.{last}"
             yield plain, NamedWeight(plain, tensor.shape, plain, tensor, present)

@@ -29,7 +29,7 @@ from verl.rollout.proof.verifier import VerifyRequest
 from verl.rollout.weight_sync.engine_weights import MIB, EngineWeights
 from verl.rollout.weight_sync.state_dict import NamedWeight, weights_of
 from verl.rollout.weight_sync.stream import Feed, StreamBroken, StreamWriter, WantedSlices
-from verl.rollout.weight_sync.transfer import RankTransfer, WeightTransfer, plan_feeds
+from verl.rollout.weight_sync.transfer import RankTransfer, WeightTransfer, plan_feeds, whole_adapter
 from verl.utils.memory import release_cached
 from verl.utils.orphan_cleanup import process_fields
 from verl.utils.progress import Progress, ProgressWatch
@@ -97,13 +97,16 @@ class WeightSync:
         rounds = self._agree(lambda: self._begin(prepare))
         leader = rounds[self.parallel_info.siblings[0]]
         assert leader is not None
-        question, weights = leader[0], list(weights_of(self.model))
+        # Beside an engine that lacks the weights below an adapter, all others get them too: ranks send them together.
+        sends_all = any(one[0].weights for one in rounds if one is not None)
+        question = replace(leader[0], weights=sends_all)
+        weights = list(weights_of(self.model, merge=question.adapter_rank is None))
         key = tuple(None if one is None else one[1] for one in rounds), tuple((w.name, w.shape) for w in weights)
         if self.connection_key != key:
             self.connection_key = None
             self.connect(weights)
             self.connection_key = key
-        moved = self._agree(lambda: self.push(weights, question))
+        moved = self._agree(lambda: self.push(weights, question)) if sends_all else []
         self._meet_without_cache()
         synced = self._agree(lambda: self.verify(question, moved, len(weights)))[0]
         assert synced is not None  # rank 0 leads an engine
@@ -166,18 +169,20 @@ class WeightSync:
         return moved
 
     def verify(self, question: VerifyRequest, moved: Sequence[RankTransfer], num_tensors: int) -> SyncResult | None:
-        """Verify the engine against the weights of all processes; None if this process leads no engine.
+        """Verify the engine against the weights of all processes, and against an adapter, which is sent before; None
+        if this process leads no engine.
 
         Raises:
             WeightSyncError: the engine holds other weights.
         """
+        adapter = {} if question.adapter_rank is None else whole_adapter(self.model, self.parallel_info)
         if self.engine is None:
             if question.rows:
                 trainer_log_probs(self.model, question.rows, self.autocast)  # a forward pass needs all siblings
             return None
-        failure = None
+        failure, synced = None, None
         try:
-            self.engine.begin_verify(question)
+            synced = self.engine.begin_verify(question, adapter)
         except EngineDied as death:
             failure = death
         if question.rows:
@@ -185,8 +190,9 @@ class WeightSync:
                 self.engine.verifier.compute_probe_log_probs()
         if failure is not None:
             raise failure
-        metrics = self.engine.end_verify([one.parts for one in moved], max(one.fingerprint_s for one in moved))
-        synced = _synced(moved, self.transfer, num_tensors)
+        seconds = max((one.fingerprint_s for one in moved), default=0.0)
+        metrics = self.engine.end_verify([one.parts for one in moved], seconds)
+        synced = synced or _synced(moved, self.transfer, num_tensors)
         return replace(synced, metrics=synced.metrics | metrics)
 
     def close(self) -> None:

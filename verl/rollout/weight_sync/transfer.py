@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from verl.models.hf_state_dict import live_tensors
 from verl.models.parallel_info import Autocast, ParallelInfo, cast_together, parallel_info_of
 from verl.ops.resharding.dtensor import is_on_other_stage
-from verl.ops.resharding.execute import LIMIT_BYTES, reshard_plans
+from verl.ops.resharding.execute import LIMIT_BYTES, reshard, reshard_plans
 from verl.ops.resharding.layout import Box, Layout, TensorLayout, volume
 from verl.ops.resharding.plan import Plan, gathering_volume, reshard_plan
 from verl.rollout.engine_process.messages import EngineInfo
@@ -220,6 +221,19 @@ class TransferToFirst:
             self._transfer = WeightTransfer(parallel_info, weights, wants, self.dtype, set())
         sent = {w.name for w in weights} if parallel_info.rank == 0 else ()
         yield from self._transfer.tensors(weights, RankTransfer(), None, sent)
+
+
+def whole_adapter(model: Any, parallel_info: ParallelInfo) -> dict[str, Tensor]:
+    """The full tensors of a LoRA adapter, by their names in the model, in every process. Collective."""
+    tensors = live_tensors(model)
+    if parallel_info.mesh.size == 1:
+        return {name: x.detach() for name, x in tensors.items()}
+    held = {name: parallel_info.layout_of(x) for name, x in tensors.items()}
+    needed = {name: TensorLayout(x.shape, itemsize=x.itemsize) for name, x in held.items()}
+    plan = reshard_plan(Layout(parallel_info.mesh, held), Layout(parallel_info.mesh, needed))
+    dtypes, device = {name: x.dtype for name, x in tensors.items()}, parallel_info.device
+    own = lambda name: parallel_info.local(tensors[name]).detach().to(device)  # noqa: E731
+    return dict(reshard(plan, own, parallel_info.rank, dtypes=dtypes, device=device))
 
 
 def buckets(whole: Plan, limit_bytes: int) -> Iterator[Plan]:

@@ -69,7 +69,7 @@ def changes(run: Any, memory: MemoryPlan, device: DeviceRates) -> Iterator[tuple
         if getattr(described, "gradient_checkpointing", True) is False:
             yield f"{role}.gradient_checkpointing=true", of(role, gradient_checkpointing=True)
         if getattr(described, "lora", described) is None:
-            yield f"{role}.lora={{_target_:verl.models.lora.LoRA,rank:8}}", of(role, lora=LoRA(rank=8))
+            yield f"{role}.lora.rank=8", of(role, lora=LoRA(rank=8))
     for name in ("kv_cache_gib", "max_rows"):
         if (value := getattr(getattr(run, "rollout", None), name, None)) is not None:
             half = max(1, value // 2) if isinstance(value, int) else value / 2

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import signal
 import tempfile
+import time
 import weakref
 from typing import Any
 
 import torch
 from vllm import LLM
+from vllm.lora.request import LoRARequest
 from vllm.v1.executor import multiproc_executor, uniproc_executor
 
+from verl.errors import RolloutError
 from verl.rollout.base import TurnRequest
 from verl.rollout.engine_process.messages import EngineInfo, TurnOutput
 from verl.rollout.proof.verifier import VerifyRequest
@@ -56,6 +59,7 @@ class EngineServer:
             skip_mm_profiling=True,
             **setting.engine_arguments(),
         )
+        self._lora_request: Any = None
         self._turns: EngineTurns | None = None
         self._is_stepwise = False  # the latest turns
         self._version = 0  # of the weights
@@ -107,9 +111,18 @@ class EngineServer:
         self._renew()
         return max(seconds for seconds, _ in results), next((reason for _, reason in results if reason), None)
 
+    def adopt(self, directory: str, number: int) -> float:
+        """Replace the adapter, also for open turns. Returns seconds."""
+        start = time.perf_counter()
+        self._lora_request = LoRARequest("adapter", 1, directory)
+        if not self.llm.llm_engine.add_lora(LoRARequest("adapter", 1, directory, load_inplace=True)):
+            raise RolloutError(f"vLLM did not take adapter {number}")
+        self._renew()
+        return time.perf_counter() - start
+
     def prove(self, question: VerifyRequest) -> Any:
         """Fingerprints of the engine's weights; see `verl.rollout.proof`."""
-        return answer_request(self.llm, question)
+        return answer_request(self.llm, question, self._lora_request)
 
     def begin_turns(
         self, drawing: TokenSampler, width: int, num_threads: int | None, is_stepwise: bool = False
@@ -128,7 +141,7 @@ class EngineServer:
         if is_stepwise:
             capacity = min(capacity, self._num_full_rows) if self._keeps_cache else capacity
         self.llm.collective_rpc("verl_begin", args=(drawing, self._max_num_seqs, width, num_threads))
-        self._turns = EngineTurns(self.llm, drawing, capacity, self._salt, self._records_experts)
+        self._turns = EngineTurns(self.llm, drawing, capacity, self._lora_request, self._salt, self._records_experts)
 
     def advance_turns(self, new: list[TurnRequest], budget_s: float, until_all: bool) -> TurnOutput:
         """Add new turns, and generate for a while; see `EngineTurns.advance`."""

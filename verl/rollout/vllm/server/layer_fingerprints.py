@@ -25,6 +25,8 @@ import torch
 from torch import Tensor, nn
 
 from verl.rollout.proof.fingerprints import (
+    LORA_A,
+    LORA_B,
     FingerprintParts,
     HostCopies,
     ProbeVectors,
@@ -321,3 +323,35 @@ def engine_names(model: Any, names: Iterable[str]) -> dict[str, str]:
 def kinds_of(module: nn.Module) -> set[str]:
     """The names of a module's classes."""
     return {kind.__name__ for kind in type(module).__mro__}
+
+
+@torch.no_grad()
+def adapter_parts(manager: Any, adapter_id: int, rank: int, vectors: ProbeVectors) -> FingerprintParts:
+    """One engine rank's part of the adapter, read from vLLM's manager of adapters; empty if it is not in use.
+
+    Args:
+        manager: vLLM's LoRAModelManager.
+        adapter_id: `lora_int_id` of the request.
+        rank: of the adapter; the engine's own may be larger.
+    """
+    if adapter_id not in manager.lora_index_to_id:
+        return {}
+    slot = manager.lora_index_to_id.index(adapter_id)
+    packed = PACKED | dict(getattr(manager.model, "packed_modules_mapping", None) or {})
+    parts: FingerprintParts = {}
+    for path, module in manager.modules.items():
+        layer = getattr(module, "base_layer", None)
+        if layer is None or "LinearBase" not in kinds_of(layer):
+            continue
+        is_term = "RowParallelLinear" in kinds_of(layer) and layer.tp_size > 1
+        for index, part in enumerate(layer_rows(layer, plain_name(path), kinds_of(layer), packed)):
+            is_fused = len(module.lora_a_stacked) == 1  # one adapter over all parts
+            a = module.lora_a_stacked[0 if is_fused else index][slot, 0, :rank]
+            b = module.lora_b_stacked[0 if is_fused else index][slot, 0, :, :rank]
+            shown = widened(a, layer.input_size, layer.tp_rank * a.shape[1]) if is_term else a
+            b_part = b[part.local] if is_fused else b
+            mark_a = fingerprint(shown, vectors).part_of(rank, is_term=is_term)
+            mark_b = fingerprint(b_part, vectors).part_of(part.rows, 0 if is_term else part.offset)
+            parts.setdefault(f"{part.name}.{LORA_A}", []).append(mark_a)
+            parts.setdefault(f"{part.name}.{LORA_B}", []).append(mark_b)
+    return parts

@@ -45,10 +45,11 @@ class EngineTurns:
         llm: Any,
         drawing: TokenSampler,
         capacity: int,
+        lora_request: Any,
         salt: str,
         records_experts: bool = False,
     ):
-        self.llm, self.drawing, self.salt = llm, drawing, salt
+        self.llm, self.drawing, self.lora_request, self.salt = llm, drawing, lora_request, salt
         self.records_experts = records_experts
         self._free = list(range(capacity - 1, -1, -1))
         self._waiting: deque[TurnRequest] = deque()
@@ -119,7 +120,9 @@ class EngineTurns:
             if turn.media is not None:
                 config = self.llm.llm_engine.vllm_config.model_config.hf_config
                 prompt = multi_modal_prompt(turn, self.salt, config)
-            self._ids[name] = self.llm.llm_engine.add_request(name, prompt, sampling_params)
+            self._ids[name] = self.llm.llm_engine.add_request(
+                name, prompt, sampling_params, lora_request=self.lora_request
+            )
             self._open[name] = turn, row
 
     def _collect(self, ended: Sequence[Any], output: TurnOutput) -> None:
