@@ -32,7 +32,7 @@ PPO_ONLY = {f"data={name}" for name in ("arithmetic", "calculator", "guess_numbe
 PPO_ONLY |= {"data=files", "data=hub", "trainer=local", "trainer=ray", "trainer=mesh"}
 SMOLLM2 = [f"experiment=smollm2_{name}" for name in ("json", "largest", "length", "reverse", "calculator")]
 SMOLLM2_TOO = ("actor=smollm2_135m", "experiment=smollm2_reverse_sft", "experiment=smollm2_calculator_sft")
-DPO_ONLY = {"trainer=dpo", "trainer=dpo_ray"}
+DPO_ONLY = {"trainer=dpo", "trainer=dpo_ray", "reference=precomputed"}
 DPO_ONLY |= {f"loss={name}" for name in ("sigmoid", "ipo", "kto", "orpo", "simpo")}
 REWARD_MODEL_ONLY = {"trainer=reward_model", "trainer=reward_model_ray", "loss=bradley_terry"}
 OWNERS = [  # options, and the roots that they are for; others are for every root that has their group

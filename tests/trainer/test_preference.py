@@ -10,7 +10,7 @@ from peft import AutoPeftModelForSequenceClassification
 from refusals import refusal
 from same_training import ROUNDING, Training, digest, numbers, same_training
 from trainer.preference_runs import DATA, preference_run, trained
-from trainer.runs import every_step
+from trainer.runs import every_step, weights
 from typer.testing import CliRunner
 
 from verl.algorithms.preference_losses import DPO, IPO, KTO, ORPO, BradleyTerry, SimPO
@@ -25,6 +25,7 @@ from verl.models.pretrained import Pretrained
 from verl.protocol import DataProto
 from verl.rewards.reward_model import RewardModel, RewardTokens
 from verl.trainer.sft import PreferenceRun
+from verl.workers.reference import PrecomputedReference
 
 
 def fit(run, directory: Path):
@@ -53,6 +54,20 @@ def test_the_first_step_has_the_loss_of_a_policy_that_is_its_reference(model32, 
     assert result.samples == 4 * 2 * 6
 
 
+def precomputing(run):
+    return replace(run, reference=PrecomputedReference())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [None, LoRA(rank=2)], ids=["whole", "lora"])
+def test_log_probs_of_the_reference_computed_before_training_change_no_bit_of_an_epoch(lora, model32, tmp_path):
+    run = preference_run(model32, DPO(), lora, batch_size=5, eval_before=True)  # 4 batches of 5, and 4 rows left
+    each, once = (Training(fitted(x, tmp_path / name)) for name, x in (("each", run), ("once", precomputing(run))))
+    same_training(each, once)
+    for name, x in weights(tmp_path / "each").items():
+        assert x.equal(weights(tmp_path / "once")[name])
+
+
 def fitted(run, directory: Path) -> dict:
     fit(run, directory)
     return numbers(directory)
@@ -60,13 +75,19 @@ def fitted(run, directory: Path) -> dict:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sharding", [NoSharding(), pytest.param(FSDP(timeout_s=60.0), marks=pytest.mark.exhaustive)])
-def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(sharding, model32, tmp_path):
+def test_a_resumed_run_has_them_from_the_checkpoint_and_loads_no_reference(sharding, model32, tmp_path):
     whole, again = tmp_path / "whole", tmp_path / "again"
     processes = {"sharding": sharding, "n_gpus_per_node": 2 if isinstance(sharding, FSDP) else 1, "total_steps": 6}
-    run = preference_run(model32, DPO(), checkpoint=every_step(whole), **processes)
-    fit(run, whole / "run")
+    run = precomputing(preference_run(model32, DPO(), checkpoint=every_step(whole), **processes))
+    with run.build(BuildContext(run_dir=whole / "run")) as trainer:
+        if isinstance(sharding, NoSharding):
+            assert not hasattr(trainer.cluster.worker("reference"), "engine")  # freed
+        trainer.fit()
     point = str(whole / "checkpoints/global_step_2")
-    fit(replace(run, checkpoint=every_step(again), resume=point), again / "run")
+    run = replace(run, checkpoint=every_step(again), resume=point)
+    with run.build(BuildContext(run_dir=again / "run")) as trainer:
+        assert trainer.reference is None
+        trainer.fit()
     left, right = (Training(numbers(x / "run"), digest=digest(x)) for x in (again, whole))
     same_training(left, right, after=2)
 

@@ -1,16 +1,21 @@
 """The role `rollout` in several processes: each has an engine, a schedule, and every so many-th prompt of a batch."""
 
+import dataclasses
 import logging
 import os
 from typing import Any
 
 import pytest
 from cluster.ray_here import placed
+from environments.waiting_game import WaitingGames
 from same_training import ROUNDING, compared, same_training, saved
-from trainer.runs import fit
+from trainer.runs import Prompts, fit
+from trainer.test_async_rewards import Waiting, ahead, engine_of
 from trainer.test_async_training import asynchronous, in_flight
 
 from verl.cluster.placement import DeviceMesh
+from verl.data.sampler import DataSampler
+from verl.utils.seeding import derive_seed
 from verl.workers.schedule import read_lines, schedule_path
 
 RAY, TWO = pytest.mark.xdist_group("ray"), pytest.mark.xdist_group("two processes")
@@ -70,3 +75,15 @@ def test_replayed_and_resumed_runs_of_two_engines_have_the_bits_of_the_first(whe
     assert schedules(tmp_path / "cut/run") == lines
     same_training(saved(tmp_path / "cut"), first, after=3)
     assert "random generators" not in caplog.text  # they are those of the actor's one process
+
+
+@TWO
+@needs_two_cores
+def test_a_group_of_one_engine_is_rated_while_another_has_none(model32, tmp_path):
+    slow, awaited = [1 + row for row in DataSampler(8, 2, seed=derive_seed(0, "data order")).next_batch().tolist()]
+    games = WaitingGames(slow=slow, awaited=awaited, directory=str(tmp_path), max_tokens=20, max_turns=2)
+    data = Prompts(train=tuple("1" * length for length in range(1, 9)), eval=())
+    options: dict[str, Any] = {"rollout": engine_of("in_flight"), "data": data, "eval_samples": 0, "total_steps": 1}
+    run = ahead(model32, tmp_path, Waiting(fails_on=(str(tmp_path),)), placement=mesh(*ENGINES), **options)
+    fit(dataclasses.replace(run, environment=games), tmp_path / "run")
+    assert [path.name for path in tmp_path.glob("waited_*")] == ["waited_for_it"]

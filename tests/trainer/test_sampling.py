@@ -17,7 +17,7 @@ from refusals import refusal
 from verl.data.sampler import DataSampler
 from verl.errors import RolloutError, WorkerDied
 from verl.protocol import DataProto
-from verl.rewards.scoring import Scoring
+from verl.rewards.async_rewards import AsyncRewards
 from verl.rollout.base import GenerationRequest, SyncResult
 from verl.trainer.sampling import RolloutQueue, Sampling
 from verl.workers.rollout_worker import weight_digests
@@ -230,7 +230,7 @@ class Schedule:
         run = SimpleNamespace(trainer=settings, algorithm=None, environment=None, rollout=rollout)
         trainer: Any = SimpleNamespace(description=run, tokenizer=None, guards=None, stages=None)
         trainer.train_data, trainer.sampler = SimpleNamespace(collate=self._collate), self.sampler
-        trainer.num_steps, trainer.scoring = self.num_steps, Scoring()
+        trainer.num_steps, trainer.async_rewards = self.num_steps, AsyncRewards()
         trainer.data_responses = SimpleNamespace(sampled=lambda prompts, step: prompts)
         self.sampling = _OfBareRows(trainer, self.pipeline)
         self.trained = []

@@ -14,7 +14,6 @@ import pytest
 import torch
 from environments.digit_game import DigitGame, DigitGames
 from environments.episodes import engine_of, prompts_of
-from storage.s3_server import wait_until
 from workers.versions import VersionedModel, same_rows
 
 from verl.component import BuildContext, component
@@ -188,6 +187,7 @@ def test_an_environment_that_does_not_answer_holds_up_its_own_batch_only(tmp_pat
     engine.loop.begin(engine.prompts(), GenerationRequest(2, 3))
     engine.weights(1)
     assert len(engine.loop.finish(2)) >= 6
+    assert engine.loop.finished_groups({1: []}) == (False, {})
     gate.unlink()
     assert len(engine.loop.finish(1)) >= 6
     engine.close()
@@ -206,7 +206,8 @@ def test_a_save_of_the_schedule_is_of_what_follows_its_step_whoever_takes_batche
         for step in STEPS:
             engine.loop.begin(engine.prompts(), GenerationRequest(step, 3))
         for step in STEPS:
-            wait_until(lambda step=step: engine.loop._batches[step].is_finished, 60)
+            while not engine.loop.finished_groups({}, step)[0]:
+                pass
         engine.weights(1)
         return engine
 

@@ -103,6 +103,7 @@ def _serve(run: Any, host: str, port: int, directory: Path, names: list[str], ex
     from verl.trainer.setup import ProcessState, prepare_context
     from verl.utils.directories import TemporaryDirectory
     from verl.utils.memory import computes_bfloat16
+    from verl.utils.threads import choose_threads
 
     key = os.environ.get(KEY) or None
     if key is None and not is_this_machine(host):
@@ -127,6 +128,9 @@ def _serve(run: Any, host: str, port: int, directory: Path, names: list[str], ex
                 actor.model, context.device, actor.decided_autocast, actor.micro_batch_tokens, actor.packing,
                 run.rollout, context,
             )  # fmt: skip
+            if run.trainer.num_threads == "auto" and context.device == "cpu":
+                width = int(base.core.config.get_text_config().hidden_size)
+                echo(choose_threads(width, actor.decided_autocast, None) or "")
             path = str(getattr(actor.model, "path", type(actor.model).__name__))
             service = TrainingService(base, [*names, path], directory.absolute(), run.trainer.seed, joins=not exact)
             options: Any = {"log_level": "warning", "timeout_graceful_shutdown": 5}  # clients hold requests open longer

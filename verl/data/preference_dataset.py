@@ -92,7 +92,10 @@ class PreferenceDataset:
         is_paired: whether rows have a rejected response.
         sources: index of each row's file; None for rows from memory.
         has_chats: whether some row was rendered by the chat template.
+        ref_scores: [N 2] nats, log-probs of both responses by the reference; None where they are not computed before.
     """
+
+    ref_scores: Tensor | None = None
 
     def __init__(
         self,
@@ -181,7 +184,7 @@ class PreferenceDataset:
 
         Returns:
             See `preference_rows`, with `is_chosen` [2B], of mismatched rows that of the prompt's own response, and if
-            the data has them, `row_margins` [2B].
+            the data has them, `row_margins` and `ref_scores` [2B].
         """
         rows = torch.as_tensor(indices, dtype=torch.int64)
         keys, media = self._images.fields(rows.repeat(2), self._prompts.__getitem__)
@@ -191,6 +194,7 @@ class PreferenceDataset:
             self._responses.padded(torch.cat([rows, others]), self._pad_id, left=False),
             is_chosen=torch.cat([labels, labels ^ self.is_paired]),
             row_margins=None if self._margins is None else self._margins[rows].repeat(2),
+            ref_scores=None if self.ref_scores is None else self.ref_scores[rows].T.reshape(-1),
             ragged=media,
             **keys,
         )

@@ -292,6 +292,7 @@ _add("turn_rewards", "BT", "float", "reward", "of the environment, on the last t
 _add("is_chosen", "B", "bool", "", "the response is the better one of its pair, or a desirable one", "preference data")
 _add("row_margins", "B", "float", "reward", "by how much the chosen response is better", "preference data")
 _add("row_scores", "B", "float", "", "log-probability of the response in nats, or score of a reward model", "learner")
+_add("ref_scores", "B", "float", "nats", "log-probability of the response by the frozen reference", "reference")
 _add("row_coefs", "B", "float", "", "gradient of the loss with respect to `row_scores`", "trainer")
 _add("labels", "BS", "int64", "token id", "the token to learn at each place; -100 is ignored", "SFT data", -100)
 _add("loss_mask", "BS", "bool", "", "places that count in the SFT loss", "SFT data", False)

@@ -1,5 +1,6 @@
 """Rewards: scores of texts by rules, user-defined functions, reward models and remote judges.
 
+async_rewards   Rewards of groups that finish before their batch is trained on, computed in a thread
 base            From texts to scores: the base class of rewards, scores on tokens, checks of a reward function
 chat_rewards    Rewards of the tasks of `data=chat_task`, as functions of texts
 code_tests      Rewards by running code: the program in a response is tested in a sandbox
@@ -13,7 +14,6 @@ process_pool    A pool of worker processes that score one sample at a time
 remote/         Rewards from a server: an LLM judge or a scoring service
 reward_model    Rewards by a model: any sequence-classification model of Hugging Face, with any tokenizer
 rules           Rewards by rules: exact match, regular expression, response length
-scoring         The reward of a run, and metrics of what it counts
 signatures      Reward functions with the arguments of verl and TRL
 weighted_sum    A weighted sum of several rewards, each logged by its name
 """

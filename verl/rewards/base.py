@@ -230,6 +230,7 @@ class RewardResult:
         columns: other values by name, [B] each, such as texts: a column `reward_NAME` of the sample tables.
         counts: numbers whose sum is the metric `reward/NAME` of a training step; for seconds, `NAME_s`, the metrics are
             the percentiles `NAME_p50_s` and `NAME_p95_s`.
+        inner: results of `Reward.prepare` of each part, for a reward that combines others.
         nan_is_none: whether a score of nan means no reward, so that the response is left out; otherwise it is an error.
     """
 
@@ -238,6 +239,7 @@ class RewardResult:
     columns: dict[str, np.ndarray] = field(default_factory=dict)
     token_scores: torch.Tensor | None = None
     counts: dict[str, list[float]] = field(default_factory=dict)
+    inner: dict[str, RewardResult] = field(default_factory=dict)
     nan_is_none: bool = False
 
     @property
@@ -271,9 +273,16 @@ class Reward:
     Attributes:
         call_timeout_s: seconds for one batch, after which the call is interrupted; None for no deadline. A user's class
             without it gets 60 in a run.
+        scores_ahead: whether a batch may be scored in a thread while the trainer works: scoring takes little of this
+            process's time and does not use its random generators.
+        scores_groups: whether a score does not depend on the responses to other prompts, and `parts` and `columns` have
+            the same names for any responses. With `scores_ahead`, the responses to a prompt are then scored once all of
+            them exist; otherwise those of a batch are.
     """
 
     call_timeout_s: float | None = None
+    scores_ahead: bool = False
+    scores_groups: bool = False
 
     def score(self, prompts: list[str], responses: list[str], **columns: list) -> Any:
         """Score B responses.
@@ -310,6 +319,15 @@ class Reward:
             return call_within(self.call_timeout_s, lambda: self.score_batch(batch), source_of(self.producer).file)
         except CallFailed as late:
             raise reward_error("a score for each response", str(late), self.producer) from late
+
+    def prepare(self, batch: DataProto) -> RewardResult:
+        """Score responses ahead of time: the part of `score_in_time` without running statistics of scores."""
+        return self.score_in_time(batch)
+
+    def apply(self, result: RewardResult, batch: DataProto) -> RewardResult:
+        """Apply running statistics of scores to the result of `prepare` for a batch, in the order of training; the
+        result is that of `score_in_time` at this point."""
+        return result
 
     def check_rows(self, name: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
         """Check the rows that a run will score, before weights are loaded.

@@ -104,6 +104,8 @@ class CodeTest:
 class CodeReward(Reward):
     """The reward that `CodeTests` builds."""
 
+    scores_ahead = scores_groups = True
+
     def __init__(self, described: CodeTests, runner: CodeRunner):
         self.described, self._runner = described, runner
 

@@ -226,6 +226,8 @@ class ProcessReward(CallableReward):
         RewardError: the function cannot be imported, or does not accept the arguments.
     """
 
+    scores_ahead = True
+
     def __init__(self, path: str, kwargs: Mapping[str, Any], timeout_s: float):
         self.pool = FunctionPool(path, kwargs, timeout_s, num_workers=1, whole_batch=True)
         try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -92,10 +91,17 @@ class ScaledReward(Reward):
 
     def __init__(self, reward: Reward, has_state: bool = True):
         self.reward, self.norm, self._learns, self._has_state = reward, RunningStats(), True, has_state
+        self.scores_ahead, self.scores_groups = reward.scores_ahead, reward.scores_groups
 
     def score_batch(self, batch: DataProto) -> RewardResult:
         """Score every row; the part `raw` has the scores before normalisation."""
-        result = self.reward.score_in_time(batch)
+        return self.apply(self.prepare(batch), batch)
+
+    def prepare(self, batch: DataProto) -> RewardResult:
+        return self.reward.prepare(batch)
+
+    def apply(self, result: RewardResult, batch: DataProto) -> RewardResult:
+        result = self.reward.apply(result, batch)
         if not len(result.scores):
             return result
         if result.token_scores is not None:
@@ -106,7 +112,7 @@ class ScaledReward(Reward):
         if self._learns:
             self.norm.update(result.scores[~np.isnan(result.scores)])
         parts = {"raw": result.scores, **result.parts}
-        return replace(result, scores=self.norm(result.scores), parts=parts)
+        return RewardResult(self.norm(result.scores), parts, result.columns, nan_is_none=result.nan_is_none)
 
     def check_rows(self, name: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
         with faults_below("reward"):

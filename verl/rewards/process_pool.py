@@ -253,6 +253,8 @@ class SampleReward(Reward):
         RewardError: a worker cannot import the function, or the function does not take `prompt` and `response`.
     """
 
+    scores_ahead = scores_groups = True
+
     def __init__(
         self,
         path: str,

@@ -26,6 +26,8 @@ class ExactMatch(RewardDescription, Reward):
         correct, wrong: the two scores.
     """
 
+    scores_ahead = scores_groups = True
+
     answer_key: str = "answer"
     ignore_whitespace: bool = True
     correct: float = 1.0
@@ -74,6 +76,8 @@ class Format(RewardDescription, Reward):
         correct, wrong: the two scores.
     """
 
+    scores_ahead = scores_groups = True
+
     pattern: str
     whole: bool = True
     correct: float = 1.0
@@ -103,6 +107,8 @@ class Length(RewardDescription, Reward):
         max_tokens: upper bound; null for none.
         inside, outside: the two scores.
     """
+
+    scores_ahead = scores_groups = True
 
     min_tokens: NonNegativeInt = 1
     max_tokens: int | None = None
@@ -136,6 +142,8 @@ class Overlong(RewardDescription, Reward):
         buffer_tokens: L_cache, at most max_tokens.
         penalty: subtracted from a response at or above the limit.
     """
+
+    scores_ahead = scores_groups = True
 
     max_tokens: PositiveInt
     buffer_tokens: NonNegativeInt

@@ -63,11 +63,20 @@ class SumOfRewards(Reward):
 
     def __init__(self, parts: Mapping[str, Reward], weights: Mapping[str, float]):
         self.parts, self.weights = dict(parts), dict(weights)
+        self.scores_ahead = all(part.scores_ahead for part in parts.values())
+        self.scores_groups = all(part.scores_groups for part in parts.values())
 
     def score_batch(self, batch: DataProto) -> RewardResult:
         """The weighted sum; `parts` has the scores of each part, and its own parts as `NAME_...`."""
-        results = {name: reward.score_in_time(batch) for name, reward in self.parts.items()}
-        counts = {f"{name}_{of_part}": x for name, result in results.items() for of_part, x in result.counts.items()}
+        return self.apply(self.prepare(batch), batch)
+
+    def prepare(self, batch: DataProto) -> RewardResult:
+        inner = {name: reward.prepare(batch) for name, reward in self.parts.items()}
+        counts = {f"{name}_{of_part}": x for name, result in inner.items() for of_part, x in result.counts.items()}
+        return RewardResult(np.zeros(len(batch)), counts=counts, inner=inner)
+
+    def apply(self, result: RewardResult, batch: DataProto) -> RewardResult:
+        results = {name: reward.apply(result.inner[name], batch) for name, reward in self.parts.items()}
         total, parts, columns = np.zeros(len(batch)), {}, {}
         for name, result in results.items():
             total = total + self.weights[name] * result.summands
@@ -78,7 +87,7 @@ class SumOfRewards(Reward):
         is_scored = np.any([~np.isnan(result.scores) for result in counted], axis=0)
         is_none = all(result.nan_is_none or not np.isnan(result.scores).any() for result in results.values())
         tokens = self._token_scores(results, batch)
-        return RewardResult(np.where(is_scored, total, np.nan), parts, columns, tokens, counts, is_none)
+        return RewardResult(np.where(is_scored, total, np.nan), parts, columns, tokens, nan_is_none=is_none)
 
     def _token_scores(self, results: Mapping[str, RewardResult], batch: DataProto) -> torch.Tensor | None:
         """Weighted sum of token scores [B T]; None if no part scores single tokens."""

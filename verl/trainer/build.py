@@ -48,8 +48,8 @@ from verl.ops.sampling import EVALUATION
 from verl.protocol import DataProto
 from verl.replay.config import TieredReplay
 from verl.replay.mixing import ReplayMixing
+from verl.rewards.async_rewards import AsyncRewards
 from verl.rewards.base import Reward, RewardDescription, in_time, missing_columns
-from verl.rewards.scoring import Scoring
 from verl.rollout.base import GenerationRequest, Rollout
 from verl.rollout.data_responses import DataResponses
 from verl.sandbox.base import Sandbox
@@ -189,7 +189,7 @@ class PolicyTrainer(LoopTrainer):
         super().__init__(run, with_day(context))
 
     def _build(self, run: PPODescription, context: BuildContext) -> None:
-        self.algorithm, self.scoring = run.algorithm, Scoring()
+        self.algorithm, self.async_rewards = run.algorithm, AsyncRewards()
         self.reward = self.replay = self.sampling = self.rollout_workers = None
         context = self.read_tokenizer(run, context)
         self.load_data(run, context)
@@ -304,7 +304,7 @@ class PolicyTrainer(LoopTrainer):
         trainer_bytes = plan and plan.memory.trainer_bytes
         self._start_processes(run, replace(context, trainer_bytes=trainer_bytes, gap_stops=gap_stops))
         self.reward_stats = RewardStats(run.reward, self.reward)
-        self.scoring.reward = self.reward
+        self.async_rewards.use(self.reward, self.reward_stats)
         losses = {"policy_loss": self.actor, "value_loss": self.critic}
         self._loss_states = {
             name: LossStates(role, f"algorithm.{name}")
@@ -354,7 +354,7 @@ class PolicyTrainer(LoopTrainer):
             self.reward = run.reward_as_role.scaled(RemoteRewardModel(roles["rm"]))
         depth = min(run.trainer.staleness or 0, self.num_steps)
         options = {"in_flight": run.is_in_flight, "actor_generates": run.actor_generates, "run_dir": self.run_dir}
-        queue = RolloutQueue(self.actor, depth, self.rollout_workers, **options)
+        queue = RolloutQueue(self.actor, depth, self.rollout_workers, rewards=self.async_rewards, **options)
         self.sampling = Sampling(self, queue)
 
     def _refuse_missing_columns(self, reward: RewardDescription) -> None:
@@ -433,7 +433,7 @@ class PolicyTrainer(LoopTrainer):
         """Scored responses to some held-out prompts, by their kind; see `evaluated_rows`."""
         assert self.eval_data is not None
         prompts, k = self.eval_data.collate(rows), self.settings.eval_samples
-        with self.reward.frozen():
+        with self.async_rewards.lock, self.reward.frozen():
             greedy = self.sampling.evaluate(prompts, GenerationRequest(step, greedy=True, stream=EVALUATION))
             sampled = bare = None
             if k:
@@ -448,7 +448,7 @@ class PolicyTrainer(LoopTrainer):
     def parts(self) -> dict[str, Stateful]:
         assert self.cluster is not None, "it is closed"
         queue = self.sampling.queue
-        ahead = {"drawn_ahead": queue} if queue.depth else {}
+        ahead = {"drawn_ahead": queue, "async_rewards": self.async_rewards} if queue.depth else {}
         kept = {"advantage": PartState(self.advantage, "algorithm.advantage")} if keeps_state(self.advantage) else {}
         return {
             "sampler": self.sampler,
@@ -476,9 +476,10 @@ class PolicyTrainer(LoopTrainer):
             reward = in_time(described.build(self.context))
         for message in self._check_rows(reward):
             log.warning("%s", message)
-        self.reward.close()
-        self.reward, self.reward_stats = reward, RewardStats(described, reward)
-        self.scoring.reward = reward
+        with self.async_rewards.lock:
+            self.reward.close()
+            self.reward, self.reward_stats = reward, RewardStats(described, reward)
+            self.async_rewards.use(reward, self.reward_stats)
         self.description = replace(self.description, reward=described)
         self.saving.reconfigured(as_plain(self.description))
 

@@ -27,8 +27,8 @@ class LoopSettings(Description):
         project_name, experiment_name: names of the run; part of its directory, and of that of its checkpoints.
         seed: seed of all randomness of the run.
         device: `auto`: a GPU if there is one; or a torch device such as `cpu` or `cuda:1`.
-        num_threads: CPU threads of torch, over all processes. null: torch's default. `auto`: the same, but those of the
-            resumed run on a CPU.
+        num_threads: CPU threads of torch, over all processes. `auto`: as many as are fastest, measured at the start, or
+            those of the resumed run; `OMP_NUM_THREADS` limits them. null: torch's default.
         cpu_matmul: library of large float32 matrix products on a CPU: `mkl`, `onednn`, or `auto`: by the processor.
             Their last bits differ.
         n_gpus_per_node: processes on this machine, each with a GPU where there are GPUs; 1 with sharding=none.

@@ -50,7 +50,7 @@ class PPOTrainer(PolicyTrainer):
         self.replay.expect(step)
         rollout, metrics = self.sampling.sample(batch, step)
         rollout = self.sampling.add_rewards(rollout)
-        metrics |= self.scoring.take_counts()
+        metrics |= self.async_rewards.take_counts()
         if not len(rollout):
             return rollout, metrics | {"perf/samples": 0.0, "perf/tokens": 0.0}
         return self.replay.mixed(rollout, step, self.sampling.queue.current_version), metrics

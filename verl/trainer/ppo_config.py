@@ -47,6 +47,8 @@ def faults_between(run: Any) -> Iterator[str]:
         yield (
             f"reference.model is that of the actor: algorithm.distill would learn from the policy itself. {SET_TEACHER}"
         )
+    if run.reference is not None and run.reference.precompute:
+        yield "reference is a PrecomputedReference: responses are new in each step. Set reference=same_as_actor."
     rows = settings.prompts_per_step * settings.group_size
     if rows % algorithm.mini_batches:
         fitting = [n for n in range(1, rows + 1) if rows % n == 0]

@@ -46,6 +46,7 @@ from verl.ops.sampling import TRAINING
 from verl.protocol import DataProto
 from verl.protocol.ragged import flattened, pop_ragged
 from verl.protocol.serialization import json_text
+from verl.rewards.async_rewards import AsyncRewards
 from verl.rollout.base import GenerationRequest, SyncResult
 from verl.trainer.guards import stage
 from verl.workers.rollout_worker import RolloutWorker, weight_digests
@@ -72,7 +73,7 @@ class Sampling:
         self.settings, self.algorithm, self.tokenizer = run.trainer, run.algorithm, trainer.tokenizer
         self.data, self.order, self.num_steps = trainer.train_data, trainer.sampler, trainer.num_steps
         self.queue, self.data_responses = queue, trainer.data_responses
-        self.scoring, self.guards, self.stages = trainer.scoring, trainer.guards, trainer.stages
+        self.rewards, self.guards, self.stages = trainer.async_rewards, trainer.guards, trainer.stages
         self._plays_episodes = run.environment is not None
         self._offloads = not queue.depth and run.rollout.can_offload
         self._step = 0
@@ -94,7 +95,7 @@ class Sampling:
             rows = self._respond(prompts, request)
             if self.algorithm.needs_greedy_baseline:
                 greedy = self._respond(prompts, replace(request, num_samples=1, greedy=True))
-                scores = torch.tensor(self.scoring.scored(greedy)["score"].astype(float))
+                scores = torch.tensor(self.rewards.scored(greedy, 0)["score"].astype(float))
                 baseline = {"greedy_scores": scores.repeat_interleave(request.num_samples)}
                 rows = rows.union(DataProto.from_dict(baseline))
             tokens = int(rows["response_mask"].sum())
@@ -120,11 +121,12 @@ class Sampling:
         return chosen, selection_metrics(sampled, groups)
 
     def begin_ahead(self, step: int) -> None:
-        """Begin generation of the next batches that the queue admits."""
+        """Begin generation of the next batches that the queue admits, to be scored as they finish."""
         for ahead in range(len(self.queue), min(self.queue.depth, self.num_steps - step)):
             request = self.request(step + 1 + ahead)
             prompts = self.data.collate(self.order.peek(ahead))
             prompts = _grouped(self.data_responses.sampled(prompts, request.step))
+            self.rewards.expect(request.step, prompts, partial(self._described, prompts=prompts))
             self.queue.begin(self._prepared(prompts), request)
 
     def add_rewards(self, rollout: DataProto) -> DataProto:
@@ -141,32 +143,35 @@ class Sampling:
     @stage
     def reward_rows(self, rollout: DataProto) -> DataProto:
         """The rows with a reward, and a greedy baseline if used; rows with None are left out."""
-        rollout = self.scoring.scored(rollout)
+        rollout = self.rewards.scored(rollout, self._step)
         has_none = torch.tensor(np.isnan(rollout["score"].astype(float)))
         has_none &= rollout["token_level_scores"].isfinite().all(dim=1)  # else the reward is not finite
         if "greedy_scores" in rollout:
             has_none |= rollout["greedy_scores"].isnan()
         if has_none.any():
-            self.scoring.count("unscored", float(has_none.sum()))
+            self.rewards.count("unscored", float(has_none.sum()))
         if has_none.all():
             self.stages.tracker.message(f"Step {self._step}: none of {len(rollout)} responses has a reward (None).")
         return rollout[~has_none] if has_none.any() else rollout
 
     def evaluate(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
         """Responses with rewards, for an evaluation."""
-        return self.scoring.scored(self._respond(prompts, request), is_counted=False)
+        return self.rewards.scored(self._respond(prompts, request))
 
     def request(self, step: int) -> GenerationRequest:
         return GenerationRequest(step, self.settings.group_size)
 
     def close(self) -> None:
-        """Write the remaining lines of the schedule."""
+        """Stop computing rewards ahead, and write the remaining lines of the schedule."""
+        self.rewards.close()
         self.queue.close()
 
     def _respond(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
         """Responses or episodes, the data columns, and the response texts."""
         prompts = _grouped(prompts)
         prepared, is_training = self._prepared(prompts), request.stream == TRAINING and not request.greedy
+        if is_training:
+            self.rewards.expect(request.step, prompts, partial(self._described, prompts=prompts))
         rows = (self.queue.take if is_training else self.queue.generate)(prepared, request)
         return self._described(rows, prompts)
 
@@ -233,6 +238,7 @@ class RolloutQueue:
         in_flight: each has a `verl.workers.step_loop.StepLoop`.
         actor_generates: the actor has an engine too, for evaluations.
         run_dir: for the schedules of engines on machines that do not see it.
+        rewards: receives finished groups of rollout workers.
     """
 
     def __init__(
@@ -244,7 +250,9 @@ class RolloutQueue:
         in_flight: bool = False,
         actor_generates: bool = True,
         run_dir: Path | None = None,
+        rewards: AsyncRewards | None = None,
     ):
+        self._rewards = AsyncRewards() if rewards is None else rewards
         self._num_engines = 1 if workers is None else workers.world_size
         paths = [] if run_dir is None else [schedule_path(run_dir, engine) for engine in range(self._num_engines)]
         self._schedule_files = [ScheduleFile(path) for path in paths]
@@ -261,6 +269,9 @@ class RolloutQueue:
         self._last_call: Future[Any] | None = None
         self._idle_since = time.monotonic()
         self._metrics: dict[str, float] = {}
+        self._rewards.is_fed = workers is not None and depth > 0
+        if in_flight:
+            self._rewards.poll = self._workers.finished_groups
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -291,6 +302,7 @@ class RolloutQueue:
             return
         self._update_engine(version)
         sampled = self._call(self._workers.generate, prompts, request)
+        sampled.add_done_callback(partial(self._note_sampled, request.step))
         self._queue.append(_BegunBatch(partial(self._answer, sampled)))
 
     def collect(self) -> None:
@@ -410,9 +422,19 @@ class RolloutQueue:
         if self._sent != version:
             self._send_weights()
 
+    def _note_sampled(self, step: int, sampled: Future[DataProto]) -> None:
+        if not sampled.cancelled() and sampled.exception() is None:
+            self._rewards.note({step: sampled.result()})
+
     def _finish(self, step: int, begun: Future[None] | None = None) -> DataProto:
         if begun is not None:
             self._answer(begun)
+        is_finished = False
+        while not is_finished and (known := self._rewards.known):
+            finished = self._answer(self._workers.finished_groups(known, step))
+            for _, groups in finished:
+                self._rewards.note(groups)
+            is_finished = all(is_whole for is_whole, _ in finished)
         parts, idle_s, unwritten = zip(*self._answer(self._workers.finish_batch(step)), strict=True)
         self._write_schedules(unwritten)
         self._add("async/rollout_idle_s", sum(idle_s) / len(idle_s))

@@ -34,6 +34,7 @@ from verl.trainer.state.train_state import RankWriters
 from verl.trainer.state.training_identity import difference_messages, identity_of, paths_of_texts
 from verl.utils.redact import redact_tree
 from verl.utils.seeding import derive_seed, seed_everything
+from verl.utils.threads import choose_threads
 from verl.utils.torchrun import refuse_copies
 from verl.workers.base import TrainedRole
 from verl.workers.load_state import RestoreSource
@@ -104,7 +105,7 @@ def prepare_saving(
     is_restart: bool = False,
     data: Mapping[str, str] | None = None,
 ) -> CheckpointSaver:
-    """Claim a run's save directory, and find the checkpoint that it resumes from, if any, with its threads on a CPU.
+    """Claim a run's save directory, find the checkpoint that it resumes from, if any, and on a CPU choose its threads.
 
     Args:
         is_restart: this trainer has trained in its run directory before.
@@ -123,11 +124,12 @@ def prepare_saving(
     choice = SaveDirectoryChoice(chosen, run.trainer, job, run.storage, identity, run_id)
     place = choice.choose(run.resume, context.run_dir, is_restart=is_restart)
     point = place.resumed
+    if run.trainer.num_threads == "auto" and context.device == "cpu" and run.trainer.n_gpus_per_node == 1:
+        saved = point and point.state.get("num_threads")
+        width = getattr(run.actor.model.load_config().get_text_config(), "hidden_size", 256)
+        if line := choose_threads(width, run.actor.autocast, saved if isinstance(saved, int) else None):
+            _log.info("CPU: %s.", line)
     if point is not None:
-        saved = point.state.get("num_threads")
-        alone = context.device == "cpu" and run.trainer.n_gpus_per_node == 1
-        if run.trainer.num_threads == "auto" and alone and isinstance(saved, int):
-            torch.set_num_threads(saved)  # so that sums are rounded as before
         _log.info("Resuming from %s, step %d (%s).", point.checkpoint.directory, point.step, point.why)
         for line in difference_messages(point, redact_tree(config)):
             _log.warning("differs from the resumed run: %s", line)

@@ -6,6 +6,7 @@ PreferenceTrainer   DPO and its relatives, and reward models: row scores ── 
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -18,6 +19,8 @@ from verl.checkpoint.config import Checkpointing
 from verl.cluster.rpc import role_handles
 from verl.component import BuildContext, Description, component
 from verl.data.base import DataSplits, PreferenceSource, TextSource
+from verl.data.preference_dataset import PreferenceDataset
+from verl.data.sampler import DataSampler
 from verl.engines.sharding import Sharding
 from verl.errors import ConfigError, faults_below
 from verl.models.interfaces import tokenizer_fault
@@ -139,6 +142,9 @@ class PreferenceRun(SFTRun):
             )
         if not self.loss.is_paired and self.trainer.batch_size < 2:
             yield "trainer.batch_size is 1: the loss reads responses to other prompts of the batch. Set 2 or more."
+        if not self.loss.is_paired and self.used_reference is not None and self.used_reference.precompute:
+            kind = type(self.loss).__name__
+            yield f"reference is a PrecomputedReference: {kind} reads other rows too. Set reference=same_as_actor."
         model = None if self.used_reference is None else self.used_reference.model
         if model is not None and (fault := model.policy_fault()) is not None:
             yield f"reference.model.{fault}"
@@ -192,12 +198,16 @@ class SFTTrainer(LoopTrainer):
         self.guards = Guards(self, NonFiniteGuard(run.trainer.safety, self.run_dir))
         self._plan(context)
         restore = restore_of(self.saving)
-        host = run.host(self.num_steps, restore)
+        host = self.host(run, restore)
         context = replace(context, row_tokens=getattr(run.data, "max_length", None))
         self.cluster = start_cluster(host, run.trainer, context)
         roles = role_handles(self.cluster, host)
         self.learner, self.reference, self._saved_as = roles["learner"], roles.get("reference"), host.saved_as
         self.saving.rank_writers = rank_writers_of(self.cluster, self.trained, run.checkpoint)
+
+    def host(self, run: SFTRun, restore: RestoreSource | None) -> SFTHost:
+        """The roles that this trainer starts."""
+        return run.host(self.num_steps, restore)
 
     @stage
     def step(self, batch: DataProto, step: int) -> dict[str, float]:
@@ -237,14 +247,67 @@ class SFTTrainer(LoopTrainer):
         return {"sampler": self.sampler, "safety": self.guards.monitor, "rng": generators}
 
 
+class ReferenceScores:
+    """Log-probs of the reference, computed once for all pairs of the data (`ref_scores` of `PreferenceDataset`).
+
+    Rows are scored in the batches of the first epoch and of an evaluation, so these log-probs equal, bit by bit, those
+    that steps would compute. Later epochs have other batches, which changes rounding.
+    """
+
+    def __init__(self, train: Any, evaluation: Any):
+        self._data: dict[str, PreferenceDataset] = {"train": train} | (
+            {} if evaluation is None else {"eval": evaluation}
+        )
+
+    def compute(self, reference: Any, sampler: DataSampler) -> None:
+        """Score the rows in the batches of a sampler at its start, and free the reference."""
+        order, remaining = copy.copy(sampler), torch.ones(len(self._data["train"]), dtype=torch.bool)
+        batches = [order.next_batch() for _ in range(order.batches_per_epoch)]
+        remaining[torch.cat(batches)] = False
+        batches += [rows for rows in remaining.nonzero()[:, 0].split(sampler.batch_size) if len(rows)]
+        for name, data in self._data.items():
+            scores = torch.zeros(len(data), 2, dtype=torch.float64)
+            for rows in batches if name == "train" else [torch.arange(len(data))]:
+                found = reference.compute_log_probs(data.collate(rows)).result()["ref_log_probs"]
+                scores[rows] = found.double().sum(dim=1).view(2, -1).T
+            data.ref_scores = scores
+        reference.free().result()
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {name: data.ref_scores for name, data in self._data.items() if data.ref_scores is not None}
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Load the scores of a checkpoint; without any, the present scores are kept."""
+        for name in self._data.keys() & state.keys():
+            self._data[name].ref_scores = state[name]
+
+
 class PreferenceTrainer(SFTTrainer):
     """The running trainer of a policy or a reward model on preferences."""
+
+    scores: ReferenceScores | None = None
 
     def _build(self, run: SFTRun, context: BuildContext) -> None:
         assert isinstance(run, PreferenceRun)
         self.loss, reference = run.loss, run.used_reference
-        self.uses = () if reference is None else ("ref_log_probs",)
+        self.uses, self.scores = () if reference is None else ("ref_log_probs",), None
         super()._build(run, context)
+        if self.scores is not None and self.reference is not None:
+            with self.stages.stage("ref"):
+                self.scores.compute(self.reference, self.sampler)
+
+    def host(self, run: SFTRun, restore: RestoreSource | None) -> SFTHost:
+        """The roles; without the reference if a checkpoint has its log-probs."""
+        host, point = super().host(run, restore), self.saving.resumed
+        if host.reference is None or not host.reference.precompute:
+            return host
+        self.scores = ReferenceScores(self.train_data, self.eval_data)
+        is_saved = point is not None and bool(point.read_tensors("reference_scores"))
+        return replace(host, reference=None) if is_saved else host
+
+    @property
+    def parts(self) -> dict[str, Stateful]:
+        return super().parts | ({} if self.scores is None else {"reference_scores": self.scores})
 
     def prepared(self, splits: DataSplits) -> DataSplits:
         """Split pairs for a loss of labelled responses, and check the tokenizer of the reference."""
@@ -291,14 +354,15 @@ class PreferenceTrainer(SFTTrainer):
 
     def _evaluated(self, batch: DataProto) -> tuple[torch.Tensor, dict[str, float]]:
         """See `verl.algorithms.preference_losses.evaluated`."""
-        pending = None if self.reference is None else self.reference.compute_log_probs(batch)
+        known, reference = batch.batch.get("ref_scores"), self.reference
+        pending = None if reference is None or known is not None else reference.compute_log_probs(batch)
         scores = self.learner.row_scores(batch).result()["row_scores"]
         x = batch.batch
         rows = PreferenceRows(
             scores,
             x["response_mask"].sum(dim=1).double(),
             x["is_chosen"],
-            None if pending is None else pending.result()["ref_log_probs"].double().sum(dim=1),
+            known if pending is None else pending.result()["ref_log_probs"].double().sum(dim=1),
             x["row_margins"].double() if "row_margins" in x else None,
         )
         return evaluated(self.loss, rows)

@@ -11,6 +11,6 @@ progress             Progress of a process in shared memory, for deadlines of pr
 redact               Redacts secrets from output, logs and files
 seeding              Seeds: all random numbers derive from one integer and the name of their use
 signals              Signals, the first of which finishes and saves the step; `exit()` in component code
-threads              The number of CPU threads of torch within a context
+threads              The number of threads of a run on a CPU, measured
 torchrun             Runs that torchrun has started, which are refused
 """

@@ -18,7 +18,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -38,6 +38,7 @@ from verl.rollout.rows import assemble_turns, right_padded
 PROMPT_FIELDS = ("prompts", "prompt_mask", "prompt_ids", "group_ids")
 NUMBERS = 1_000_000  # numbers reserved for the rows or episodes of a batch: step 3 has 3,000,000 and up
 MADE_AGAIN = ("stateless", "deterministic")
+T = TypeVar("T")
 
 
 @dataclass(eq=False)
@@ -114,16 +115,30 @@ class ResponseBatch:
         self.num_finished += 1
         self.is_finished = self.num_finished == self.num_rows
 
-    def assembled(self, dtype: torch.dtype) -> DataProto:
-        """The rows of the finished batch, with `token_versions` [B T] and `policy_version` [B], the oldest version of a
-        row; `dtype` is that of the log-probs."""
-        sampled = [TurnResult(0, row.tokens, row.log_probs, True) for row in self.rows]
-        rows = assemble_turns(self.prompts, sampled, _with_type(dtype), self.generator.pad_id, self.request.num_samples)
+    def finished_groups(self) -> list[int]:
+        """Indices of prompts whose samples are all generated."""
+        return self._whole_groups([row.is_finished for row in self.rows])
+
+    def assembled(self, dtype: torch.dtype, groups: Sequence[int] | None = None) -> DataProto:
+        """The rows of all groups or the given finished ones, with `token_versions` [B T] and `policy_version` [B], the
+        oldest version of a row; `dtype` is that of the log-probs."""
+        prompts, own = self._chosen(self.rows, groups)
+        sampled = [TurnResult(0, row.tokens, row.log_probs, True) for row in own]
+        rows = assemble_turns(prompts, sampled, _with_type(dtype), self.generator.pad_id, self.request.num_samples)
         versions = {
-            "token_versions": right_padded([row.versions for row in self.rows], 0, torch.int64),
-            "policy_version": torch.tensor([min(row.versions) for row in self.rows]),
+            "token_versions": right_padded([row.versions for row in own], 0, torch.int64),
+            "policy_version": torch.tensor([min(row.versions) for row in own]),
         }
         return rows.union(DataProto.from_dict(versions))
+
+    def _whole_groups(self, is_finished: Sequence[bool]) -> list[int]:
+        n = self.request.num_samples
+        return [group for group in range(len(is_finished) // n) if all(is_finished[group * n : (group + 1) * n])]
+
+    def _chosen(self, of_samples: Sequence[T], groups: Sequence[int] | None) -> tuple[DataProto, list[T]]:
+        """The prompts of some groups, and the samples of these groups."""
+        chosen, n = range(len(self.prompts)) if groups is None else groups, self.request.num_samples
+        return self.prompts[list(chosen)], [x for group in chosen for x in of_samples[group * n : (group + 1) * n]]
 
     def state(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """Tensors for `load`. The engine must not hold tokens that are not in the rows yet."""
@@ -198,9 +213,13 @@ class EpisodeBatch(ResponseBatch, TurnEngine):
         self.loop.answer(result)
         self._count()
 
-    def assembled(self, dtype: torch.dtype) -> DataProto:
-        episodes = list(self.loop.episodes.values())
-        return self.generator.batch_of(self.prompts, self.request, episodes, _with_type(dtype), has_versions=True)
+    def finished_groups(self) -> list[int]:
+        loop = self.loop
+        return self._whole_groups([] if loop is None else [bool(episode.end) for episode in loop.episodes.values()])
+
+    def assembled(self, dtype: torch.dtype, groups: Sequence[int] | None = None) -> DataProto:
+        prompts, episodes = self._chosen(list(self.loop.episodes.values()), groups)
+        return self.generator.batch_of(prompts, self.request, episodes, _with_type(dtype), has_versions=True)
 
     def state(self, dtype: torch.dtype) -> dict[str, Tensor]:
         episodes = [episode_state(episode) for episode in self.loop.episodes.values()]

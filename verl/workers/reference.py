@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import ClassVar
 
 import torch
 from pydantic import PositiveInt
@@ -23,7 +25,8 @@ from verl.models.heads import LMHead
 from verl.models.lora import adapter_off
 from verl.models.pretrained import ModelSource
 from verl.protocol import DataProto
-from verl.protocol.dispatch import by_rows
+from verl.protocol.dispatch import by_rows, on_all
+from verl.utils.memory import release_cached
 from verl.workers.actor import Actor
 from verl.workers.base import TrainedWorker, load_unsharded
 from verl.workers.first_batch_check import FirstBatchCheck
@@ -38,11 +41,14 @@ class Reference(Description):
             memory: the reference is the actor with its adapter disabled.
         micro_batch_tokens: tokens of one forward pass, padding included.
         sharding: sharding of this role; null for that of the run. A reference that is the actor has the actor's.
+    Attributes:
+        precompute: see `PrecomputedReference`.
     """
 
     model: ModelSource | None = None
     micro_batch_tokens: PositiveInt = 16384
     sharding: Sharding | None = None
+    precompute: ClassVar[bool] = False
 
     def start(
         self,
@@ -79,6 +85,14 @@ class Reference(Description):
         )
 
 
+@component
+class PrecomputedReference(Reference):
+    """A reference for preference training that computes the log-probs of all rows before the first step and is then
+    freed; checkpoints hold the log-probs."""
+
+    precompute: ClassVar[bool] = True
+
+
 class ReferenceWorker:
     """The running reference.
 
@@ -109,6 +123,14 @@ class ReferenceWorker:
         for name in CANDIDATES if self.num_candidates and scores else ():
             scores[name] = torch.stack([scores.pop(f"{name}.{k}") for k in range(self.num_candidates)], dim=-1)
         return DataProto.from_dict(scores)
+
+    @on_all
+    def free(self) -> None:
+        """Release the model; log-probs cannot be computed afterwards."""
+        device = self.engine.device
+        del self.engine, self.head, self.first_batch
+        gc.collect()
+        release_cached(device)
 
     def micro_batch_scores(self, model: nn.Module, micro: MicroBatch) -> dict[str, Tensor]:
         """Log-probs of the reference policy in nats, [B T], and each candidate k as a separate field `NAME.K`."""

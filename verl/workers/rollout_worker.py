@@ -6,7 +6,7 @@ actor ── weights ──> load(version, weights) ──> the copy ──> dig
 Calls run in the order in which they were made. With `rollout.weight_update=drain` weights change only between two
 batches. With `in_flight` a `StepLoop` generates, and weights change between two tokens:
 
-                     begin_batch(prompts), finish_batch(step)
+                     begin_batch(prompts), finished_groups(known), finish_batch(step)
                      save_rows(step)        ──> open rows and finished ones, for a checkpoint
                      restore_rows(state)
 
@@ -19,7 +19,7 @@ result per engine return a list by rank.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -91,6 +91,12 @@ class RolloutWorker:
         rows = self.loop.finish(step)
         self._refuse_wrong(rows)
         return rows, self.loop.take_idle_s(), self.loop.schedule.take_unwritten()
+
+    @on_each
+    def finished_groups(
+        self, known: Mapping[int, Collection[int]], awaited: int | None = None
+    ) -> tuple[bool, dict[int, DataProto]]:
+        return self.loop.finished_groups(known, awaited)
 
     @on_each
     def take_schedule(self) -> tuple[int, list[str]]:

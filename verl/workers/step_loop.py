@@ -17,7 +17,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -40,7 +40,8 @@ from verl.workers.schedule import EventKind, Schedule, ScheduledEvent
 
 log = logging.getLogger(__name__)
 
-POLL_INTERVAL_S = 0.05  # interval of checks whether a batch is finished
+POLL_INTERVAL_S = 0.05  # interval of checks for finished groups
+AWAIT_GROUPS_S = 0.5  # timeout for this engine, before other engines are polled
 MOST_LOSSES = 2  # engines lost without a finished row in between
 
 
@@ -103,12 +104,41 @@ class StepLoop:
             RolloutError: the engine failed.
         """
         batch = self._batches[step]
-        self._await(batch)
+        self._await(batch, lambda: batch.is_finished)
         rows = batch.assembled(self._dtype)
         with self._changed:  # so that no save reads it concurrently
             del self._batches[step]
             batch.close()
         return rows
+
+    def finished_groups(
+        self, known: Mapping[int, Collection[int]], awaited: int | None = None
+    ) -> tuple[bool, dict[int, DataProto]]:
+        """Whether the batch of step `awaited` is finished, and the rows of finished groups by training step, without
+        the `known` groups (`group_ids`). With `awaited`, waits a limited time for a new group or the end of that
+        batch."""
+
+        def new() -> dict[int, list[int]]:
+            batches = {step: self._batches[step] for step in known if step in self._batches}
+            ids = {step: batch.prompts["group_ids"].tolist() for step, batch in batches.items()}
+            chosen = {
+                step: [place for place in batch.finished_groups() if ids[step][place] not in known[step]]
+                for step, batch in batches.items()
+            }
+            return {step: places for step, places in chosen.items() if places}
+
+        is_finished = False
+        if awaited is not None:
+            batch, began, until = self._batches[awaited], self.engine_step, time.monotonic() + AWAIT_GROUPS_S
+
+            def may_return() -> bool:
+                goes_on = self.engine_step > began or self._num_called > 0  # a hanging engine blocks the call
+                return batch.is_finished or bool(new()) or (goes_on and time.monotonic() > until)
+
+            self._await(batch, may_return)
+            is_finished = batch.is_finished  # before its groups are read
+        self._raise_failure()
+        return is_finished, {step: self._batches[step].assembled(self._dtype, groups) for step, groups in new().items()}
 
     def save(self, step: int) -> dict[str, Tensor]:
         """The state after a training step, for `restore`; open rows are recomputed.
@@ -179,12 +209,12 @@ class StepLoop:
             self._environments = Environments(self.generator, self._batches, self._wake)
         return EpisodeBatch(prompts, request, self.generator, self)
 
-    def _await(self, batch: ResponseBatch) -> None:
-        """Wait until a batch is finished, which is checked every `POLL_INTERVAL_S`."""
+    def _await(self, batch: ResponseBatch, is_there: Callable[[], bool]) -> None:
+        """Wait for a condition on a batch, which is polled every `POLL_INTERVAL_S`."""
         with self._changed:
             self._awaited = batch
             self._changed.notify_all()
-            while not batch.is_finished and self._failure is None:
+            while not is_there() and self._failure is None:
                 self._changed.wait(POLL_INTERVAL_S)
             self._awaited = None
         self._raise_failure()

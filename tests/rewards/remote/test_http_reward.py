@@ -13,8 +13,8 @@ from trainer.runs import JSONL, fit, ppo_run, read_lines
 from verl.component import BuildContext
 from verl.errors import RewardError
 from verl.models.pretrained import Pretrained
+from verl.rewards.async_rewards import AsyncRewards
 from verl.rewards.remote.http_reward import HTTPReward
-from verl.rewards.scoring import Scoring
 from verl.rewards.weighted_sum import WeightedSum
 
 RESPONSES = ["0", "1", "2", "3", "4"]
@@ -135,8 +135,9 @@ def test_a_sample_may_get_a_score_of_its_own_instead_and_is_counted(made, caplog
 
     with serving(bad_for_2) as server:
         reward = made(server, on_error="score", error_score=-1.0, batch_size=1)
-        counted = Scoring(reward)
-        scored = counted.scored(batch_of())
+        counted = AsyncRewards()
+        counted.use(reward, None)
+        scored = reward.score_tokens(batch_of(), counted.result_of(1, batch_of()))
     assert list(scored["score"]) == [0, 1, -1, 3, 4]
     assert list(scored["reward/failed"]) == [0, 0, 1, 0, 0]
     assert outcomes(scored)[2].startswith("failed, asked 3 times: HTTP 500")

@@ -95,6 +95,18 @@ def test_an_answer_without_a_score_is_asked_for_again_and_then_told(bad, why, ma
     assert "Sample: 0, prompt 'prompt 0', response 'a'" in str(refused.value)
 
 
+def test_a_function_of_ones_own_may_read_the_score_with_columns(made):
+    Path("rule.py").write_text("def read(reply, answer):\n    return reply.count(answer) / (reply != 'bad')\n")
+    settings = {"score_pattern": None, "score_function": "rule.py:read"}
+    with serving(in_turn(says("bad"), says("x y x"))) as server:
+        scored = made(server, **settings).score_tokens(batch_of(["a"], answer=["x"]))
+        assert list(scored["score"]) == [2]
+        assert outcomes(scored)[0].endswith("asked 2 times")
+    with serving(in_turn(says("bad"))) as server, pytest.raises(RewardError) as refused:
+        made(server, **settings).score_tokens(batch_of(["b"], answer=["x"]))
+    assert "ZeroDivisionError in score_function: division by zero, of 'bad'" in str(refused.value)
+
+
 @pytest.mark.parametrize(
     ("text", "path", "score"),
     [

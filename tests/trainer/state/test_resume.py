@@ -224,7 +224,7 @@ def test_an_edited_source_other_threads_and_products_are_told_and_where_a_run_en
 
 
 @pytest.mark.slow
-def test_a_resumed_run_keeps_its_threads(model32, tmp_path, monkeypatch):
+def test_a_resumed_run_keeps_measured_threads(model32, tmp_path, monkeypatch):
     fit(course(model32, tmp_path, stop_after=1), tmp_path / "first")
     copied_state(tmp_path / "checkpoints/global_step_1", num_threads=3)
     threads = torch.get_num_threads()

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import field
-from typing import Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import Field
 
 from verl.component import BuildContext, component
 from verl.http_client.request import RetryableAnswer
-from verl.rewards.base import shown
+from verl.protocol.user_function import load_function, path_faults, signature_of, source_signature
+from verl.rewards.base import check_columns, shown
 from verl.rewards.remote.remote_base import (
     RemoteDescription,
     RemoteReward,
@@ -19,18 +20,24 @@ from verl.rewards.remote.remote_base import (
     by_path,
     by_pattern,
     filled,
+    number,
     placeholders,
 )
+from verl.utils.signals import RAISED_BY_CODE
 
 OURS = ("model", "messages", "stream", "n")  # fields of the request that `options` may not set
+
+
+if TYPE_CHECKING:
+    from verl.http_client.client import HTTPClient
 
 
 @component
 class LLMJudge(RemoteDescription):
     """Scores each response with a chat model, by one request to `base_url/chat/completions`.
 
-    Either `score_pattern` or `score_path` parses the score from the reply. A reply without a score counts as a failed
-    request and is retried, since a judge samples its replies.
+    Exactly one of `score_pattern`, `score_path` and `score_function` parses the score from the reply. A reply without a
+    score counts as a failed request and is retried, since a judge samples its replies.
 
     Args:
         model: model name, as the server knows it.
@@ -40,6 +47,8 @@ class LLMJudge(RemoteDescription):
         options: further fields of the request, such as `temperature`, `max_tokens` or `response_format`.
         score_pattern: regular expression; the score is the first group of its last match.
         score_path: path of the score in the JSON of the reply, such as `verdict.score`.
+        score_function: `file.py:function` or `package.module:function`, called as `function(reply=TEXT)` with `prompt`,
+            `response` and the columns that it names; returns a number.
         min_score, max_score: a reply with a score outside these bounds is retried; null for no bound.
     """
 
@@ -51,6 +60,7 @@ class LLMJudge(RemoteDescription):
     options: dict[str, Any] = field(default_factory=dict)
     score_pattern: str | None = None
     score_path: str | None = None
+    score_function: str | None = None
     min_score: float | None = None
     max_score: float | None = None
 
@@ -61,24 +71,37 @@ class LLMJudge(RemoteDescription):
         for name in OURS:
             if name in self.options:
                 yield f"options.{name}: is set by this reward. Remove it."
-        if (self.score_pattern is None) == (self.score_path is None):
-            yield "score_pattern, score_path: exactly one must be set."
+        yield from self._reader_faults()
+        if self.min_score is not None and self.max_score is not None and self.min_score >= self.max_score:
+            yield f"min_score is {self.min_score:g}: must be below max_score, which is {self.max_score:g}."
+
+    def _reader_faults(self) -> Iterator[str]:
+        ways = {name: getattr(self, name) for name in ("score_pattern", "score_path", "score_function")}
+        chosen = [name for name, value in ways.items() if value is not None]
+        if len(chosen) != 1:
+            yield f"{', '.join(ways)}: exactly one must be set, not {', '.join(chosen) or 'none'}."
         if self.score_pattern is not None:
             try:
                 re.compile(self.score_pattern)
             except re.error as error:
                 yield f"score_pattern is {self.score_pattern!r}: is not a regular expression ({error})."
-        if self.min_score is not None and self.max_score is not None and self.min_score >= self.max_score:
-            yield f"min_score is {self.min_score:g}: must be below max_score, which is {self.max_score:g}."
+        if self.score_function is not None:
+            for fault in path_faults(self.score_function, {}, ("reply",)):
+                yield fault.replace("path is", "score_function is", 1)
 
     def columns_read(self) -> Iterator[tuple[str, str]]:
         for key in ("template", "system"):
             for name in placeholders(getattr(self, key) or ""):
                 if name not in ("prompt", "response"):
                     yield f"{key} has {{{name}}}", name
+        in_source = None if self.score_function is None else source_signature(self.score_function)
+        for name in () if in_source is None else signature_of(in_source).required:
+            if name not in ("reply", "prompt", "response"):
+                yield f"score_function is {self.score_function!r}, which takes {name}", name
 
     def build(self, context: BuildContext) -> LLMJudgeReward:
-        return LLMJudgeReward(self, self.connect(context))
+        function = None if self.score_function is None else load_function(self.score_function)
+        return LLMJudgeReward(self, self.connect(context), function)
 
 
 class LLMJudgeReward(RemoteReward):
@@ -87,6 +110,11 @@ class LLMJudgeReward(RemoteReward):
     path = "/chat/completions"
     described: LLMJudge
 
+    def __init__(self, described: LLMJudge, client: HTTPClient, function: Callable | None):
+        super().__init__(described, client)
+        self._function = function
+        self._accepted = None if function is None else signature_of(function).accepted
+
     def question(self, texts: dict[str, Any]) -> dict[str, Any]:
         system = self.described.system
         messages = [] if system is None else [{"role": "system", "content": filled(system, texts)}]
@@ -94,13 +122,26 @@ class LLMJudgeReward(RemoteReward):
         return {**self.described.options, "model": self.described.model, "messages": messages}
 
     def score_of(self, sample: RemoteSample, text: str) -> float:
-        pattern, path = self.described.score_pattern, self.described.score_path
-        score = by_path(text, path or "") if pattern is None else by_pattern(text, re.compile(pattern))
+        score = number(self._score_in(text, sample.texts))
         low, high = self.described.min_score, self.described.max_score
         if (low is not None and score < low) or (high is not None and score > high):
             bounds = f"[{'-inf' if low is None else f'{low:g}'}, {'inf' if high is None else f'{high:g}'}]"
             raise RetryableAnswer(f"the score {score:g}, outside {bounds}, in {shown(text)}")
         return score
+
+    def _score_in(self, reply: str, texts: dict[str, Any]) -> Any:
+        if self.described.score_pattern is not None:
+            return by_pattern(reply, re.compile(self.described.score_pattern))
+        if self.described.score_path is not None:
+            return by_path(reply, self.described.score_path)
+        function, accepted = self._function, self._accepted
+        assert function is not None
+        check_columns(accepted, {name: [] for name in texts}, ("reply",), function)
+        columns = {name: value for name, value in texts.items() if accepted is None or name in accepted}
+        try:
+            return function(reply=reply, **columns)
+        except RAISED_BY_CODE as error:
+            raise RetryableAnswer(f"{type(error).__name__} in score_function: {error}, of {shown(reply)}") from error
 
     def body(self, samples: Sequence[RemoteSample]) -> Any:
         return samples[0].question

@@ -238,6 +238,7 @@ class RemoteReward(Reward):
         batch_size: samples per request.
     """
 
+    scores_ahead = scores_groups = True
     described: Any
 
     def __init__(self, described: RemoteDescription, client: HTTPClient, batch_size: int = 1):

@@ -3,11 +3,13 @@
 part                  where a checkpoint has it                  loaded with the component
 sampler               dataloader/state.json                      dataloader
 drawn_ahead           drawn_ahead/rows.safetensors               dataloader
+reference_scores      reference_scores/scores.safetensors        scheduler
 kl, safety            scheduler/state.json, under that name      scheduler
 advantage             the same, if the estimator keeps state     scheduler
 policy_loss           the same, with the state of each process   scheduler
 value_loss            the same                                   scheduler
 reward                scheduler/state.json                       scheduler
+async_rewards         the same, under that name                  scheduler
 replay_buffer         replay_buffer/, files that are linked      replay_buffer
 rng                   rng/                                       rng
 
@@ -184,6 +186,7 @@ RNG = RngFiles("rng", "rng")
 PLACES: dict[str, PartPlace] = {
     "sampler": JsonFile("dataloader/state.json", "dataloader"),
     "drawn_ahead": TensorFile("drawn_ahead/rows.safetensors", "dataloader"),
+    "reference_scores": TensorFile("reference_scores/scores.safetensors", "scheduler"),
     "reward": PartPlace(keys=("reward", "reward_of")),
     "replay_buffer": FileSet(REPLAY_BUFFER, REPLAY_BUFFER),
     "rng": RNG,
