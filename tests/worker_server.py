@@ -74,8 +74,8 @@ LAZY = (  # what a run imports when it comes to it
     "hydra._internal.core_plugins.basic_launcher",
     "hydra._internal.core_plugins.basic_sweeper",
 )
-# Heavy, or with threads, and not used
-NOT_LOADED = {"wandb", "tensorboard", "vllm", "ray", "cli", "replay", "adapter", "service"}
+# Heavy, or with threads, and not used; unit_tests lifts a limit of the interpreter
+NOT_LOADED = {"wandb", "tensorboard", "vllm", "ray", "cli", "replay", "adapter", "service", "unit"}
 
 forked: dict[int, Mapping[str, str]] = {}  # pids of the workers of this process, and their environments
 own_server: WorkerServer | None = None  # of a process that pytest-xdist started
@@ -312,6 +312,9 @@ def _become(order: Mapping[str, Any], files: list[int], begun: int) -> None:
         os.dup2(number, target)
         os.close(number)
     if "code" in order:
+        if pid := os.fork():  # by the C library, which else has the number of another thread for `pthread_kill`
+            os._exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) & 0xFF)
+        ctypes.CDLL(None).prctl(1, int(signal.SIGKILL), 0, 0, 0)  # PR_SET_PDEATHSIG
         own_server, sys.argv = WorkerServer.fork_here(), ["-c"]
         exec(order["code"], {"__name__": "__main__"})
         end(0)
