@@ -208,7 +208,7 @@ def padded(batch):
 
 ORDER = torch.randperm(12, generator=torch.Generator().manual_seed(1))
 CHANGES = {  # a change of the batch, and what it does to the result
-    "the order of rows": (lambda batch: batch.reorder(ORDER), lambda x: x[ORDER]),
+    "the order of rows": (lambda batch: batch[ORDER], lambda x: x[ORDER]),
     "labels of the groups": (relabelled, lambda x: x),
     "padding": (padded, lambda x: torch.nn.functional.pad(x, (0, 4))),
 }
