@@ -73,7 +73,7 @@ COURSES = {
     "ppo, adaptive KL": Course(
         ("algorithm=ppo_adaptive_kl", "algorithm.kl.target=0.1", "algorithm.kl.horizon=40", *SUMS)
     ),
-    "grpo, lora": Course((*GRPO, *SUMS, "actor.lora.rank=2")),
+    "grpo, lora": Course((*GRPO, *SUMS, "+actor.lora.rank=2")),
     "grpo, files": Course(
         (*GRPO, "data=files", "data.train_files=[HERE/a.jsonl,HERE/b.jsonl]", "data.eval_files=[HERE/a.jsonl]",
          "data.weights=[2,1]", "data.on_bad_row=skip", "data.max_prompt_length=16"),

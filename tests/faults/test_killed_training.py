@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 STEPS = 12
 ASYNC_STEPS = 60
-CORRECTION = "algorithm.correction.level=token"
+CORRECTION = "+algorithm.correction.level=token"
 ASYNC = ["trainer.mode=async", CORRECTION, f"trainer.total_steps={ASYNC_STEPS}", "rollout.max_new_tokens=24"]
 
 GAMES = [  # of several turns; random weights seldom end one by themselves

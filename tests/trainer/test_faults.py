@@ -278,7 +278,7 @@ SERVER = ["rollout=server", "rollout.endpoint.base_url=http://localhost:1"]
 
 
 def adapter(rank: int) -> str:
-    return f"actor.lora.rank={rank}"
+    return f"+actor.lora.rank={rank}"
 
 
 @pytest.mark.slow

@@ -195,7 +195,7 @@ def test_8b_fits_on_eight_devices_and_names_its_parts(llama_8b):
 @pytest.mark.slow
 def test_an_engine_that_is_chosen_is_planned_and_sleeps_only_where_it_must(llama_8b, monkeypatch):
     monkeypatch.setattr(auto, "vllm_fault", lambda is_gpu: None)
-    small = ["actor=pretrained", f"actor.model.path={llama_8b}", "actor.lora.rank=8"]
+    small = ["actor=pretrained", f"actor.model.path={llama_8b}", "+actor.lora.rank=8"]
     small += ["critic=none", "algorithm=grpo", "actor.model.dtype=bfloat16", "actor.micro_batch_tokens=2048"]
     named, chosen = (run_of(*small, f"rollout={name}") for name in ("vllm", "auto"))
     plans = [plan_run(run, device_named("h200")) for run in (named, chosen)]
