@@ -103,17 +103,20 @@ def test_an_adapter_of_a_layer_that_vllm_takes_none_of_is_refused_before_it_star
 
 
 @pytest.mark.parametrize(
-    ("lora", "dtype", "layers", "rank"),
+    ("family", "lora", "dtype", "layers", "rank"),
     [
-        ("auto", torch.bfloat16, "q_proj", 4),  # merged, most of a small update would be rounded away
-        ("auto", torch.float32, "q_proj", None),
-        ("auto", torch.bfloat16, "lm_head", None),  # vLLM takes no adapter there
-        ("merged", torch.bfloat16, "q_proj", None),
-        ("adapter", torch.float32, "q_proj", 4),
+        ("qwen2", "auto", torch.bfloat16, "q_proj", 4),  # merged, most of a small update would be rounded away
+        ("qwen2", "auto", torch.float32, "q_proj", None),
+        ("qwen2", "auto", torch.bfloat16, "lm_head", None),  # vLLM takes no adapter there
+        ("qwen3_moe", "auto", torch.bfloat16, "q_proj", None),  # nor beside experts
+        ("qwen2", "merged", torch.bfloat16, "q_proj", None),
+        ("qwen2", "adapter", torch.float32, "q_proj", 4),
     ],
 )
-def test_an_adapter_is_merged_where_that_loses_nothing_or_there_is_no_other_way(lora, dtype, layers, rank, tmp_path):
-    model = save_family(tmp_path / "model", "qwen2").load_causal_lm("cpu")
+def test_an_adapter_is_merged_where_nothing_is_lost_or_there_is_no_other_way(
+    family, lora, dtype, layers, rank, tmp_path
+):
+    model = save_family(tmp_path / "model", family).load_causal_lm("cpu")
     adapted = LoRA(rank=4, target_modules=(layers,)).apply(model, causal_lm=True)
     assert unmerged_rank(VLLMRollout(lora=lora), adapted, dtype) == rank
     assert unmerged_rank(VLLMRollout(lora=lora), model.base_model, dtype) is None

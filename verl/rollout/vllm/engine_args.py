@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 import os
 import re
@@ -23,7 +24,7 @@ from verl.errors import ConfigError, RolloutError
 from verl.models.images import is_image_text
 from verl.models.own_module import OwnModule
 from verl.models.parallel_info import Autocast, compute_device
-from verl.models.structure import unwrapped
+from verl.models.structure import expert_layers, unwrapped
 from verl.rollout.engine_process.process import CORES_VARIABLE, EngineDied, EngineError
 from verl.rollout.process_engine import gpu_name
 from verl.rollout.vllm.gpu_memory import GIB, cache_bytes, engine_shape, utilization
@@ -32,6 +33,8 @@ from verl.rollout.weight_sync.state_dict import dtype_of
 from verl.utils.directories import cache_directory
 from verl.utils.env_check import num_cores
 from verl.utils.memory import device_memory
+
+log = logging.getLogger(__name__)
 
 IMAGE_FAMILIES = ("idefics3", "smolvlm", "qwen2_5_vl", "qwen3_vl")
 UNREAD_FAMILIES = {
@@ -131,16 +134,23 @@ def unmerged_rank(options: VLLMOptions, model: Any, dtype: torch.dtype) -> int |
     """
     if options.lora == "merged" or not hasattr(model, "peft_config"):
         return None
-    rank, fault = model.peft_config[model.active_adapter].r, None
+    rank, reason = model.peft_config[model.active_adapter].r, None
     ends = (unwrapped(model).get_input_embeddings(), unwrapped(model).get_output_embeddings())
     if rank > LORA_RANKS[-1]:
-        fault = f"actor.lora.rank is {rank}: {HIGHEST_RANK}"
+        reason = f"actor.lora.rank is {rank}: {HIGHEST_RANK}"
     elif any(hasattr(layer, "base_layer") for layer in ends):
-        fault = "lora.target_modules has the embedding or the head: set rollout.lora=merged for vLLM."
+        reason = "lora.target_modules has the embedding or the head: set rollout.lora=merged for vLLM."
+    elif expert_layers(unwrapped(model)):
+        reason = "rollout.lora is adapter, and the model has experts, beside which vLLM takes none. Set it to merged."
     if options.lora == "auto":
-        return None if fault or dtype == torch.float32 or is_image_text(unwrapped(model).config) else rank
-    if fault:
-        raise ConfigError(fault)
+        if dtype == torch.float32:
+            return None
+        if reason is None and not is_image_text(unwrapped(model).config):
+            return rank
+        log.warning("vLLM takes this adapter merged alone: in %s that rounds small updates away.", DTYPES[dtype])
+        return None
+    if reason is not None:
+        raise ConfigError(reason)
     return rank
 
 
@@ -319,6 +329,8 @@ def as_config_error(error: EngineError, setting: EngineArgs, model: Any) -> Exce
         )
     if "are not supported for now" in text or ("not supported by" in text and "architecture" in text.lower()):
         return ConfigError(f"actor.model is a {kind}: vLLM does not have this architecture. Set rollout=hf.")
+    if "does not support LoRA" in text:
+        return ConfigError(f"rollout.lora is {options.lora}: vLLM takes no adapter of a {kind}. Set it to merged.")
     if "Pipeline parallelism is not supported" in text:
         return ConfigError(
             f"rollout.pipeline_parallel_size is {options.pipeline_parallel_size}: vLLM does not divide a "

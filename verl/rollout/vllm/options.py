@@ -40,8 +40,8 @@ class VLLMOptions(ProcessOptions):
             response passes through them in turn, so use it where tensor parallelism cannot divide the model.
         lora: how an adapter is sent to the engine: `merged` into the model's weights, or as an `adapter` beside them.
             In bfloat16 merging rounds the first updates away (`benchmarks/merged_adapter.py`), so `auto` merges in
-            float32, where that is exact and generation faster, and else only what vLLM takes no other way: images, and
-            adapters of the embedding, the head or a rank above 512.
+            float32, where that is exact and generation faster, and else only what vLLM takes no other way: models with
+            images or experts, and adapters of the embedding, the head or a rank above 512.
         num_threads: threads of the engine, on a CPU; null: as many as the trainer has.
         sleep, chunk_mib, call_timeout_s, start_timeout_s: see `ProcessOptions`.
     """
